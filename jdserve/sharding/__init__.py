@@ -1,0 +1,1 @@
+"""Floor 2: how logical axes lie on a mesh."""
