@@ -1,0 +1,125 @@
+"""Scheduler of a prefill instance: prompts in order of arrival, in batches that just saturate the devices.
+
+A prompt waits QUEUED, runs whole in one step (PREFILLING), and its KV then stays parked (PREFILLED) until a decode
+instance has pulled it, the request is cancelled, or the lease runs out.
+
+The batch rule is DistServe's (OSDI'24, section 4.1): beyond L_m new tokens a step only gets longer, so prompts are
+batched up to L_m and a longer prompt runs alone. ``kv_capacity`` takes everything that the page pool holds instead.
+"""
+
+from __future__ import annotations
+
+from jdserve.core.pages import pages_for
+from jdserve.core.plan import PrefillInstance
+from jdserve.core.request import State
+from jdserve.policy.base import Held, Scheduler, sampled
+from jdserve.policy.commands import Chunk, Command, Emit, Reject
+from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, LeaseExpired, StepDone
+
+
+class PrefillScheduler(Scheduler):
+    """Takes Arrived, Cancelled, StepDone, KVLanded and LeaseExpired.
+
+    Args:
+        instance: limits from the plan.
+        page_size: token positions per page.
+    """
+
+    def __init__(self, instance: PrefillInstance, page_size: int) -> None:
+        super().__init__(instance.pages, page_size)
+        self._instance = instance
+        self._batch: list[Held] = []
+        self._parked: dict[str, Held] = {}
+
+    @property
+    def parked(self) -> int:
+        """Sequences whose KV waits for its pull."""
+        return len(self._parked)
+
+    def handle(self, event: Event, now: int) -> list[Command]:
+        """Take ``event`` at ``now`` (nanoseconds) and say what is to be done.
+
+        Raises:
+            TypeError: a prefill instance takes no such event.
+            ValueError: Arrived with an id that is here already, or StepDone of a step that is not in flight.
+        """
+        commands: list[Command] = []
+        match event:
+            case Arrived():
+                self._arrived(event, commands)
+            case Cancelled():
+                self._cancelled(event.request_id, commands)
+            case StepDone():
+                self._step_done(event, commands)
+            case KVLanded() | LeaseExpired():
+                self._drop_parked(event.request_id, commands)
+            case _:
+                raise self._refuse(event)
+        self._launch(commands)
+        return commands
+
+    def _arrived(self, event: Arrived, commands: list[Command]) -> None:
+        held = self._new_prompt(event, self._instance.prefix_cache)
+        if held.id in self._parked:
+            raise ValueError(f"request {held.id} is here already")
+        needed = pages_for(event.prompt_tokens, self.pool.page_size)
+        if needed > self.pool.total:
+            reason = f"a prompt of {event.prompt_tokens} tokens needs {needed} pages, there are {self.pool.total}"
+            commands.append(Reject(held.id, reason, retryable=False))
+            return
+        self._enqueue(held)
+
+    def _cancelled(self, request_id: str, commands: list[Command]) -> None:
+        queued = self._queue.pop(request_id, None)
+        if queued is not None:
+            commands += self._end(queued)
+        self._cancel_running(request_id, commands)
+        self._drop_parked(request_id, commands)
+
+    def _drop_parked(self, request_id: str, commands: list[Command]) -> None:
+        held = self._parked.pop(request_id, None)
+        if held is not None:
+            # pages that a pull still reads may be handed out: gathers are ordered before later steps
+            commands += self._end(held)
+
+    def _step_done(self, event: StepDone, commands: list[Command]) -> None:
+        self._step_ended(event)
+        batch, self._batch = self._batch, []
+        for held in batch:
+            held.in_step = False
+            if held.id not in event.failed:
+                held.sequence.computed = held.sequence.prompt_tokens
+                self._publish(held)
+        for held in batch:
+            if held.cancelled:
+                commands += self._end(held)
+                continue
+            del self._running[held.id]
+            emit = sampled(held, event)
+            if emit.finish is None:
+                held.sequence.move(State.PREFILLED)
+                self._parked[held.id] = held
+                commands.append(Emit(held.id, emit.count, parked=True))
+            else:
+                commands += (emit, *self._end(held))
+
+    def _launch(self, commands: list[Command]) -> None:
+        if self._in_flight:
+            return
+        total = 0
+        while self._queue and len(self._batch) < self._instance.max_batch:
+            held = next(iter(self._queue.values()))
+            total += self._uncached(held)
+            if self._instance.batching == "lm" and self._batch and total > self._instance.lm_tokens:
+                break
+            if not self._reserve_prompt(held):
+                break  # strictly in order: what comes behind must not starve the head
+            held.in_step = True
+            self._batch.append(held)
+        if self._batch:
+            commands.append(self._run(chunks=tuple(_whole(held) for held in self._batch)))
+
+
+def _whole(held: Held) -> Chunk:
+    start = held.sequence.computed
+    return Chunk(held.id, start, held.sequence.prompt_tokens - start, held.table.pages, last=True)
