@@ -1,0 +1,1 @@
+"""Models as Flax NNX modules, and the checkpoints that fill them."""

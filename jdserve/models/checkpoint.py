@@ -1,0 +1,203 @@
+"""Converted checkpoints: a folder that any instance restores from, each device reading its own part only.
+
+    jdserve.json             format, name and dtype of the weights
+    config.json              the ModelSpec
+    tokenizer.json           tokenizer_config.json
+    weights/<group>/         an Orbax checkpoint: Hugging Face tensor name -> array
+
+A group is a layer, or one tensor outside the layers, so that conversion holds one layer in memory and a pipeline stage
+opens the groups it needs. A folder is made beside its final place and renamed when complete: what is there is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jdserve.core.errors import CheckpointError
+from jdserve.core.spec import DType, ModelSpec
+from jdserve.models.progress import Progress, silent
+from jdserve.models.source import Vocabulary
+
+FORMAT = 1
+"""Version of the folder's layout and of what conversion computes; older folders are converted anew."""
+
+MANIFEST = "jdserve.json"
+_CHUNK_BYTES = 8 << 20
+"""Largest piece that Orbax reads or writes at once: a device reads little more than its part."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be restored.
+
+    Attributes:
+        name: for people and API clients.
+        folder: the converted checkpoint.
+        spec: its sizes.
+        dtype: of the stored weights.
+        chat_template: Jinja template of a conversation, None if the model has none.
+        bos_token, eos_token: their texts, which chat templates use.
+    """
+
+    name: str
+    folder: Path
+    spec: ModelSpec
+    dtype: DType
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The ``tokenizer.json`` of the ``tokenizers`` package."""
+        return self.folder / "tokenizer.json"
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder is a converted checkpoint, of this or another version."""
+    return (folder / MANIFEST).is_file()
+
+
+def open_converted(folder: Path) -> LoadedModel:
+    """Read what a converted folder says about itself.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or another version of jdserve wrote it.
+        InvalidPlan: its ``config.json`` is not valid.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        texts = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {manifest['format']}, this version reads {FORMAT}: convert the source again"
+            )
+        name, dtype = manifest["name"], manifest["dtype"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is no readable converted checkpoint: {error!r}") from None
+    spec = ModelSpec.read(folder)
+    return LoadedModel(
+        name, folder, spec, dtype, texts.get("chat_template"), texts.get("bos_token"), texts.get("eos_token")
+    )
+
+
+def write_description(folder: Path, name: str, spec: ModelSpec, dtype: DType, vocabulary: Vocabulary) -> None:
+    """Write everything but the weights into a folder that is being made."""
+    texts = {
+        "chat_template": vocabulary.chat_template,
+        "bos_token": vocabulary.bos_token,
+        "eos_token": vocabulary.eos_token,
+    }
+    (folder / "config.json").write_text(json.dumps(spec.config(), indent=1))
+    (folder / "tokenizer.json").write_text(vocabulary.tokenizer, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts, indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "name": name, "dtype": dtype}))
+
+
+def source_key(source: Path) -> str:
+    """Name of the converted folder of a source, from what identifies its content without reading its weights.
+
+    Raises:
+        CheckpointError: the source cannot be read.
+    """
+    source = source.resolve()
+    digest = hashlib.sha256(f"{FORMAT}\n{source}\n".encode())
+    try:
+        for file in sorted(source.iterdir()) if source.is_dir() else [source]:
+            status = file.stat()
+            digest.update(f"{file.name}\n{status.st_size}\n{status.st_mtime_ns}\n".encode())
+            if file.suffix == ".json":
+                digest.update(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {source}: {error}") from None
+    stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in model_name(source))
+    return f"{stem}-{digest.hexdigest()[:16]}"
+
+
+def model_name(source: Path) -> str:
+    """What a model is called: the name of its folder, or of its file without the ending."""
+    return source.name if source.is_dir() else source.stem
+
+
+def groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Tensor names by the group that stores them, in the order of first appearance."""
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        group = f"layer.{parts[2]}" if name.startswith("model.layers.") else name
+        grouped.setdefault(group, []).append(name)
+    return grouped
+
+
+def save_group(folder: Path, group: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write one group of a folder that is being made; all of its tensors together."""
+    import orbax.checkpoint as ocp
+
+    chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+    with _checkpointer() as checkpointer:
+        checkpointer.save(_group_folder(folder, group), dict(arrays), save_args=chunks)
+
+
+def restore(folder: Path, wanted: Mapping[str, Any], progress: Progress = silent) -> dict[str, Any]:
+    """Read tensors onto devices, each device its part, cast to the wanted dtype.
+
+    Args:
+        folder: a converted checkpoint.
+        wanted: ``jax.ShapeDtypeStruct`` with a sharding, by tensor name; whole groups.
+        progress: told after each group.
+
+    Returns:
+        A ``jax.Array`` per name.
+
+    Raises:
+        CheckpointError: a group is missing or damaged, or does not hold the wanted tensors; the message names it.
+    """
+    grouped = groups(wanted)
+    missing = sorted(group for group in grouped if not _group_folder(folder, group).is_dir())
+    if missing:
+        raise CheckpointError(f"{folder} lacks weights: {', '.join(missing)}")
+    arrays: dict[str, Any] = {}
+    with _checkpointer() as checkpointer:
+        for done, (group, names) in enumerate(grouped.items()):
+            progress("load", done / len(grouped))
+            try:
+                arrays |= checkpointer.restore(_group_folder(folder, group), {name: wanted[name] for name in names})
+            # What Orbax and its storage raise on a damaged file follows no contract.
+            except Exception as error:
+                raise CheckpointError(f"cannot restore {group} of {folder}: {error}") from error
+    progress("load", 1.0)
+    return arrays
+
+
+def _group_folder(folder: Path, group: str) -> Path:
+    return folder.resolve() / "weights" / group
+
+
+@contextmanager
+def _checkpointer() -> Iterator[Any]:
+    """An Orbax checkpointer that acts for this process alone and does not chat.
+
+    Processes of one ``jax.distributed`` world restore different layers: a barrier between them would never open.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    me = jax.process_index()
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+        with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
+            yield checkpointer
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,35 @@
+"""What the runtime asks of a model. A model knows no mesh, no phase and no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""``attend(layer, q, k, v, kv) -> (out, kv)``: the attention of one layer, with whatever stores its keys and values.
+
+``layer`` counts from the first layer of the module; q and out are [T, heads, head_dim], k and v
+[T, stored kv heads, head_dim]. Rotary embeddings are applied, the softmax scale 1 / sqrt(head_dim) is not.
+"""
+
+
+class Model(Protocol):
+    """A range of layers of a decoder-only transformer, as a Flax NNX module.
+
+    Built as ``cls(spec, layers, kv_heads=..., dtype=...)``. Every parameter carries logical axis names, and its path in
+    the module tree is the name of its tensor in a Hugging Face checkpoint.
+    """
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [T] int32 to residual stream [T, hidden]; only where the layers start at 0."""
+        ...
+
+    def layers(self, x: jax.Array, positions: jax.Array, attend: Attend, kv: Any) -> tuple[jax.Array, Any]:
+        """Run all layers of the range over x [T, hidden] at positions [T] int32."""
+        ...
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Rows [N, hidden] to logits [N, vocab] float32; only where the layers end with the model's last."""
+        ...
