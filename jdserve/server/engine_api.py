@@ -1,0 +1,134 @@
+"""What the front asks of an engine. The runtime's engine satisfies it by shape; tests use a scripted one."""
+
+# The classes' docstrings tell of their properties.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from jdserve.core.request import Request
+from jdserve.core.spec import ModelSpec
+from jdserve.runtime.outputs import TokenOutput
+
+
+class Progress(Protocol):
+    """How far start-up has come: the stage, its share done in [0, 1] where known, and what broke it."""
+
+    @property
+    def stage(self) -> str: ...
+
+    @property
+    def done(self) -> float | None: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class InstanceStats(Protocol):
+    """State of one instance, for the metrics page. ``preemptions`` only grows, the other numbers are of now."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def parked(self) -> int: ...
+
+    @property
+    def pages_total(self) -> int: ...
+
+    @property
+    def pages_free(self) -> int: ...
+
+    @property
+    def pages_owned(self) -> int: ...
+
+    @property
+    def pages_cached(self) -> int: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+
+class TransferStats(Protocol):
+    """KV transfers since the start: how many landed, their bytes, and the seconds they took together."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class EngineStats(Protocol):
+    """State of the whole engine; ``recompilations`` counts compilations after it was ready."""
+
+    @property
+    def instances(self) -> Sequence[InstanceStats]: ...
+
+    @property
+    def transfers(self) -> TransferStats: ...
+
+    @property
+    def recompilations(self) -> int: ...
+
+
+class TextEngine(Protocol):
+    """Turns requests into tokens.
+
+    Attributes:
+        spec: of the model; bounds token ids.
+        max_model_len: most prompt and generated tokens of one request together.
+        ready: every step shape is compiled and an instance of each phase lives.
+        draining: no new request is taken.
+        progress: of the start-up.
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """News of ``request`` until one with ``finish`` set. Closing the generator cancels the request.
+
+        Raises:
+            InvalidRequest, Overloaded: at the first iteration.
+            RequestFailed: at any later one.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Numbers for the metrics page."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new request and wait until the running ones end, at most ``timeout_s``."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every instance and free what it holds."""
+        ...
