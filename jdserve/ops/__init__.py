@@ -1,0 +1,1 @@
+"""Floor 2: attention and sampling, as pure functions of arrays."""

@@ -1,0 +1,1 @@
+"""Floor 4: instances that run, and the engine that the front door talks to."""

@@ -1,0 +1,312 @@
+"""The front door: takes requests, asks the router, talks to the instances, and streams tokens back.
+
+Everything here runs on one asyncio event loop; instances report from their own threads through that loop. A request
+may run several times, on several instances (after a preemption or a failure). Each *run* has an id of its own, so news
+of an abandoned run finds nobody and is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jdserve.compat import CompilationCounter
+from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded
+from jdserve.core.pages import block_hashes
+from jdserve.core.plan import Plan
+from jdserve.core.request import Request
+from jdserve.core.spec import ModelSpec
+from jdserve.ops.sampling import MAX_STOP_IDS
+from jdserve.policy.base import Machine
+from jdserve.policy.commands import Command, Dispatch, Reject, Release
+from jdserve.policy.events import (
+    Arrived,
+    Cancelled,
+    Draining,
+    Event,
+    Finished,
+    KVLanded,
+    KVReady,
+    PeerFailed,
+    Preempted,
+    PullFailed,
+)
+from jdserve.runtime.client import EngineClient
+from jdserve.runtime.outputs import EngineStats, Report, TokenOutput
+from jdserve.runtime.progress import Progress
+from jdserve.transfer.layout import KVHandle
+
+Connect = Callable[[Callable[[Report], None]], Mapping[str, EngineClient]]
+"""Starts (or finds) the instances of a plan; they report to the given callback, from any thread."""
+
+
+@dataclass
+class _Record:
+    """One open request.
+
+    Attributes:
+        request: as it came.
+        tokens: generated so far, over all runs.
+        news: for its stream; an error ends it.
+        run: number of the present run.
+        source: prefill instance that its KV is parked on.
+        handles: offers of that KV.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    news: asyncio.Queue[TokenOutput | JdserveError] = field(default_factory=asyncio.Queue)
+    run: int = 0
+    source: str = ""
+    handles: tuple[KVHandle, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.request.id}~{self.run}"
+
+    @property
+    def remaining(self) -> int:
+        return self.request.params.max_tokens - len(self.tokens)
+
+    def grown(self) -> Request:
+        """The request of the present run: every token so far is part of the prompt."""
+        params = self.request.params
+        if self.tokens:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)  # told by the first run
+        return Request(
+            self.run_id, (*self.request.prompt, *self.tokens), params, len(self.tokens), self.request.cache_salt
+        )
+
+
+class Engine:
+    """Serves requests over the instances of a plan.
+
+    Args:
+        plan: to serve.
+        spec: of its model.
+        router: the router's machine, fresh (see :func:`jdserve.policy.build.router_for`), or a recorder around it.
+        connect: starts the instances; runs in a thread, because it loads and compiles.
+        progress: of the start.
+
+    Attributes:
+        ready: requests are taken.
+        draining: no new request is taken.
+        progress: of the start.
+    """
+
+    def __init__(
+        self, plan: Plan, spec: ModelSpec, router: Machine, connect: Connect, progress: Progress | None = None
+    ) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.max_model_len = plan.max_model_len
+        self.ready = False
+        self.draining = False
+        self.progress = progress or Progress()
+        self._router = router
+        self._connect = connect
+        self._clients: Mapping[str, EngineClient] = {}
+        self._records: dict[str, _Record] = {}
+        self._runs: dict[str, _Record] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._dead: dict[str, str] = {}
+        self._compilations: CompilationCounter | None = None
+
+    async def start(self) -> None:
+        """Start the instances; returns when requests can be taken.
+
+        Raises:
+            JdserveError, RuntimeError: an instance could not be started; ``progress.error`` says the same.
+        """
+        loop = asyncio.get_running_loop()
+
+        def report(news: Report) -> None:
+            try:
+                loop.call_soon_threadsafe(self._on_report, news)
+            except RuntimeError:  # the loop is closed: nobody is left to tell
+                return
+
+        try:
+            self._clients = await asyncio.to_thread(self._connect, report)
+        except BaseException as error:
+            self.progress.error = str(error) or type(error).__name__
+            raise
+        self._compilations = CompilationCounter()
+        self.ready = True
+
+    def check(self, request: Request) -> None:
+        """Check a request against the model and the plan.
+
+        Raises:
+            InvalidRequest: names the field and the bound.
+        """
+        request.params.validate(self.spec.vocab)
+        if not request.prompt:
+            raise InvalidRequest("prompt must hold at least one token", param="prompt")
+        for token in request.prompt:
+            if not 0 <= token < self.spec.vocab:
+                raise InvalidRequest(f"prompt holds token id {token}, outside 0..{self.spec.vocab - 1}", param="prompt")
+        asked = len(request.prompt) + request.params.max_tokens
+        if asked > self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.params.max_tokens}; together"
+                f" they exceed the {self.max_model_len} tokens of this server",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        stops = len(request.params.stop_token_ids) + len(self.spec.eos)
+        if stops > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_IDS - len(self.spec.eos)} ids", param="stop_token_ids"
+            )
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """News of ``request`` until one that has ``finish`` set. Closing the generator cancels the request.
+
+        A failure after the first news is news with ``finish`` "error".
+
+        Raises:
+            InvalidRequest: the request can never be served.
+            Overloaded: it is not taken now.
+        """
+        self.check(request)
+        if not self.ready:
+            raise Overloaded("the server is starting")
+        if request.id in self._records:
+            raise InvalidRequest(f"request id {request.id!r} is in use", param="id")
+        record = _Record(request)
+        self._records[request.id] = record
+        self._idle.clear()
+        try:
+            self._tell(Arrived(request.id, len(request.prompt), request.params.max_tokens, self._prefix(record)))
+            while True:
+                news = await record.news.get()
+                if isinstance(news, JdserveError):
+                    raise news
+                yield news
+                if news.finish is not None:
+                    return
+        finally:
+            if self._records.get(request.id) is record:
+                self._tell(Cancelled(request.id))
+                self._forget(record)
+
+    def stats(self) -> EngineStats:
+        """Numbers for a metrics page."""
+        compiled = self._compilations.count if self._compilations is not None else 0
+        instances = tuple(client.stats() for client in self._clients.values())
+        return EngineStats(instances, compiled, dict(self._dead))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new request and wait for the open ones, at most ``timeout_s``; what is left then is failed."""
+        self.draining = True
+        self._tell(Draining())
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            for record in list(self._records.values()):
+                self._tell(Cancelled(record.request.id))
+                self._fail(record, f"the server stopped before the request ended (drain timeout {timeout_s} s)")
+
+    async def close(self) -> None:
+        """Stop every instance."""
+        self.ready = False
+        for client in self._clients.values():
+            await asyncio.to_thread(client.stop)
+        if self._compilations is not None:
+            self._compilations.close()
+
+    def _prefix(self, record: _Record) -> tuple[bytes, ...]:
+        # A scored prompt needs the logits of every position, which a cached prefix does not give.
+        if record.request.params.prompt_logprobs is not None and not record.tokens:
+            return ()
+        tokens = (*record.request.prompt, *record.tokens)
+        return block_hashes(tokens, self.plan.page_size, record.request.cache_salt.encode())
+
+    def _tell(self, event: Event) -> None:
+        for command in self._router.handle(event, time.monotonic_ns()):
+            self._do(command)
+
+    def _do(self, command: Command) -> None:
+        record = self._records.get(getattr(command, "request_id", ""))
+        if record is None:
+            return
+        match command:
+            case Dispatch(_, instance, None):
+                self._runs.pop(record.run_id, None)
+                record.run += 1
+                self._runs[record.run_id] = record
+                self._clients[instance].submit(record.grown(), self._prefix(record))
+            case Dispatch(_, instance, source):
+                assert source is not None
+                self._clients[instance].hand_off(record.grown(), source, record.handles)
+            case Release(_, instance):
+                assert instance is not None
+                self._clients[instance].cancel(record.run_id)
+            case Reject(_, reason, _):
+                self._fail(record, reason)
+            case _:
+                raise AssertionError(f"a router gives no {type(command).__name__}")
+
+    def _fail(self, record: _Record, reason: str, *, retryable: bool = True) -> None:
+        """End a request that the router knows no more: as a refusal before its first token, as news after it."""
+        if record.tokens:
+            record.news.put_nowait(TokenOutput(record.request.id, finish="error", error=reason))
+        else:
+            record.news.put_nowait(Overloaded(reason) if retryable else InvalidRequest(reason))
+        self._forget(record)
+
+    def _forget(self, record: _Record) -> None:
+        del self._records[record.request.id]
+        self._runs.pop(record.run_id, None)
+        if not self._records:
+            self._idle.set()
+
+    def _on_report(self, report: Report) -> None:
+        for output in report.outputs:
+            self._on_output(output)
+        for parked in report.parked:
+            record = self._runs.get(parked.request_id)
+            if record is not None:
+                record.source, record.handles = report.instance, parked.handles
+                tokens = len(record.request.prompt) + len(record.tokens) - 1
+                self._tell(KVReady(record.request.id, report.instance, tokens, record.remaining))
+        for run_id in report.landed:
+            record = self._runs.get(run_id)
+            if record is not None:
+                self._clients[record.source].landed(run_id)
+                self._tell(KVLanded(record.request.id))
+        for run_id in report.preempted:
+            record = self._runs.get(run_id)
+            if record is not None:
+                tokens = len(record.request.prompt) + len(record.tokens)
+                self._tell(Preempted(record.request.id, tokens, record.remaining, self._prefix(record)))
+        for failed in report.pull_failed:
+            record = self._runs.get(failed.request_id)
+            if record is not None:
+                self._tell(PullFailed(record.request.id, failed.reason))
+        for failed in report.rejected:
+            record = self._runs.get(failed.request_id)
+            if record is not None:
+                self._tell(Finished(record.request.id))
+                self._fail(record, failed.reason, retryable=failed.retryable)
+        if report.dead is not None:
+            self._dead[report.instance] = report.dead
+            self._tell(PeerFailed(report.instance))
+
+    def _on_output(self, output: TokenOutput) -> None:
+        record = self._runs.get(output.request_id)
+        if record is None:
+            return
+        first = not record.tokens
+        record.tokens.extend(output.tokens)
+        cached = output.cached_tokens if first and record.run == 1 else 0
+        record.news.put_nowait(msgspec.structs.replace(output, request_id=record.request.id, cached_tokens=cached))
+        if output.finish is not None:
+            self._tell(Finished(record.request.id))
+            self._forget(record)

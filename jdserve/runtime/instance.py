@@ -1,0 +1,366 @@
+"""One instance: its state machine beside its mesh, on one launcher thread.
+
+The life of a request here: ``submit`` posts Arrived; the machine answers with a RunStep some time later; the thread
+launches it, waits for the tokens, posts StepDone, and turns the commands that come back into one Report. On a prefill
+instance the KV of an unfinished request is copied out of the pool at once and offered to the transport, because a
+gather behind the next prefill step would wait for all of it. On a decode instance ``hand_off`` posts KVReady; when the
+machine has reserved pages a pull runs on a transfer thread, and the launcher thread inserts what has landed.
+
+All launches on the mesh, and all calls of the machine, are made by the launcher thread. Everybody else posts messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from jdserve.core.errors import TransferError
+from jdserve.core.pages import pages_for
+from jdserve.core.plan import DecodeInstance, PrefillInstance, role_of
+from jdserve.core.plan import Instance as InstancePlan
+from jdserve.core.request import Request
+from jdserve.policy.base import Machine, Scheduler
+from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject, Release, RunStep
+from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, KVReady, LeaseExpired, PullFailed, StepDone
+from jdserve.runtime.executor import Executor
+from jdserve.runtime.live import Broken, HandOff, Live, Message, News, PullEnded, Stop, Submit
+from jdserve.runtime.outputs import Failed, InstanceStats, Parked, Report, TokenOutput
+from jdserve.runtime.results import PendingStep, RowResult
+from jdserve.transfer.base import Transport
+from jdserve.transfer.layout import KVHandle, KVLayout
+
+PULL_TIMEOUT_S = 30.0
+"""Longest wait for KV to land before the pull counts as failed."""
+
+PULLS_AT_A_TIME = 4
+
+
+class Instance:
+    """Runs one instance of a plan; see the module, and :class:`~jdserve.runtime.client.EngineClient`.
+
+    Args:
+        plan: of the instance.
+        scheduler: its fresh state machine.
+        executor: its mesh, warmed up.
+        transport: moves KV to and from it.
+        destinations: layouts of the decode instances that may pull from it.
+        eos: token ids that end a text.
+        report: takes news; called on the launcher thread.
+        recorder: stands between the runtime and ``scheduler`` to keep a log.
+        clock: nanoseconds, for the machine and for leases.
+    """
+
+    def __init__(
+        self,
+        plan: InstancePlan,
+        scheduler: Scheduler,
+        executor: Executor,
+        transport: Transport,
+        destinations: Seq[KVLayout],
+        eos: Seq[int],
+        report: Callable[[Report], None],
+        recorder: Machine | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.name = plan.name
+        self._plan = plan
+        self._scheduler = scheduler
+        self._machine = recorder or scheduler
+        self._executor = executor
+        self._transport = transport
+        self._destinations = destinations
+        self._eos = tuple(eos)
+        self._report = report
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._live: dict[str, Live] = {}
+        self._leases: dict[str, int] = {}
+        self._step: tuple[RunStep, PendingStep, int] | None = None
+        self._rows: dict[str, RowResult] = {}
+        self._error = ""
+        self._news = News()
+        self._counts = InstanceStats(self.name, role_of(plan))
+        self._stats = self._counts
+        self._pulls = ThreadPoolExecutor(PULLS_AT_A_TIME, thread_name_prefix=f"{self.name}-pull")
+        self._thread = threading.Thread(target=self._run, name=f"{self.name}-launch", daemon=True)
+
+    def start(self) -> None:
+        """Start the launcher thread."""
+        self._snapshot()
+        self._thread.start()
+
+    def submit(self, request: Request, prefix: tuple[bytes, ...]) -> None:
+        """Have a prompt computed."""
+        self._inbox.put(Submit(request, prefix))
+
+    def hand_off(self, request: Request, source: str, handles: Seq[KVHandle]) -> None:
+        """Have a request decoded whose KV is parked on ``source``."""
+        self._inbox.put(HandOff(request, source, handles))
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request."""
+        self._inbox.put(Cancelled(request_id))
+
+    def landed(self, request_id: str) -> None:
+        """Say that parked KV has arrived where it was pulled to."""
+        self._inbox.put(KVLanded(request_id))
+
+    def stats(self) -> InstanceStats:
+        """State after the last event."""
+        return self._stats
+
+    def stop(self) -> None:
+        """End the launcher thread after the step in flight."""
+        self._inbox.put(Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+        self._pulls.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._next_message()
+                if isinstance(message, Stop):
+                    return
+                if message is not None:
+                    self._take(message)
+                elif self._step is not None:
+                    self._finish_step()
+                self._expire_leases()
+        except BaseException as error:
+            self._report(Report(self.name, dead=f"{type(error).__name__}: {error}"))
+            raise
+
+    def _next_message(self) -> Message | None:
+        """The next message; None where a step is to be waited for, or a lease may have run out."""
+        try:
+            if self._step is not None:
+                return self._inbox.get_nowait()
+            if not self._leases:
+                return self._inbox.get()
+            wait = min(self._leases.values()) - self._clock()
+            return self._inbox.get(timeout=max(wait / 1e9, 0.0))
+        except queue.Empty:
+            return None
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Submit(request, prefix):
+                self._live[request.id] = Live(request)
+                self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix))
+            case HandOff(request, source, handles):
+                self._live[request.id] = Live(request, handles=handles)
+                self._handle(KVReady(request.id, source, len(request.prompt) - 1, request.remaining))
+            case PullEnded():
+                self._pull_ended(message)
+            case Stop():
+                raise AssertionError("handled by the loop")
+            case event:
+                self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        commands = self._machine.handle(event, self._clock())
+        for command in commands:
+            self._do(command)
+        self._flush()
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case RunStep():
+                self._flush()  # tokens go out before the host prepares the next step
+                self._launch(command)
+            case Emit():
+                self._emit(command)
+            case Release(request_id):
+                self._release(request_id)
+            case Pull():
+                self._pull(command)
+            case Preempt(request_id):
+                self._preempt(request_id)
+            case Reject(request_id, reason, retryable):
+                self._news.rejected.append(Failed(request_id, reason, retryable))
+                self._release(request_id)
+            case _:
+                raise AssertionError(f"an instance machine gives no {type(command).__name__}")
+
+    def _launch(self, step: RunStep) -> None:
+        started = self._clock()
+        try:
+            for part in itertools.chain(step.chunks, step.decodes):
+                live = self._live[part.request_id]
+                live.pages = part.pages
+                if not live.admitted:
+                    self._executor.admit(live.request, part.pages)
+                    live.admitted = True
+            for chunk in step.chunks:
+                live = self._live[chunk.request_id]
+                live.cached = chunk.start if live.cached is None else live.cached
+            pending = self._executor.launch(step)
+        except Exception as error:
+            if not self._executor.intact:
+                raise
+            pending = Broken(error)
+        self._step = (step, pending, started)
+
+    def _finish_step(self) -> None:
+        assert self._step is not None
+        step, pending, started = self._step
+        self._step = None
+        names = [part.request_id for part in itertools.chain(step.chunks, step.decodes)]
+        if isinstance(pending, Broken):
+            self._error = f"{type(pending.error).__name__}: {pending.error}"
+            rows, failed = {}, names
+        else:
+            self._error = "the model gave no finite logits"
+            rows = pending.result()
+            failed = [name for name, row in rows.items() if not row.finite]
+        self._rows = rows
+        stopped = [name for name, row in rows.items() if self._live[name].is_stop(row.token, self._eos)]
+        if isinstance(self._plan, PrefillInstance):
+            # What decodes next is another instance: the slot is free as soon as the prompt is computed.
+            for name in names:
+                self._executor.forget(name)
+        self._count(steps=1, busy_s=(self._clock() - started) / 1e9)
+        self._handle(StepDone(step.step_id, tuple(stopped), tuple(failed)))
+
+    def _emit(self, emit: Emit) -> None:
+        live = self._live[emit.request_id]
+        row = self._rows.get(emit.request_id)
+        tokens: tuple[int, ...] = ()
+        if emit.count:
+            assert row is not None
+            assert emit.count == 1
+            tokens = (row.token,)
+            live.tokens.append(row.token)
+        self._news.outputs.append(
+            TokenOutput(
+                emit.request_id,
+                tokens,
+                (row.logprobs,) if tokens and row is not None and row.logprobs is not None else (),
+                row.prompt_logprobs if row is not None else None,
+                emit.finish,
+                self._error if emit.finish == "error" else None,
+                live.cached or 0,
+            )
+        )
+        if emit.parked:
+            self._park(emit.request_id, live)
+
+    def _park(self, request_id: str, live: Live) -> None:
+        assert isinstance(self._plan, PrefillInstance)
+        copy = self._executor.gather(live.pages)
+        live.handles = tuple(
+            self._transport.offer(request_id, self.name, copy, destination, self._plan.lease_s)
+            for destination in self._destinations
+        )
+        self._leases[request_id] = self._clock() + int(self._plan.lease_s * 1e9)
+        self._news.parked.append(Parked(request_id, tuple(live.handles)))
+
+    def _expire_leases(self) -> None:
+        now = self._clock()
+        for request_id in [name for name, deadline in self._leases.items() if deadline <= now]:
+            del self._leases[request_id]
+            self._handle(LeaseExpired(request_id))
+
+    def _release(self, request_id: str) -> None:
+        self._executor.forget(request_id)
+        self._leases.pop(request_id, None)
+        live = self._live.pop(request_id, None)
+        if live is not None and isinstance(self._plan, PrefillInstance):
+            for handle in live.handles:
+                self._transport.release(handle)
+
+    def _preempt(self, request_id: str) -> None:
+        if isinstance(self._plan, DecodeInstance):
+            self._news.preempted.append(request_id)
+            return
+        live = self._live[request_id]
+        self._executor.forget(request_id)
+        live.request, live.tokens, live.admitted = live.grown(), [], False
+
+    def _pull(self, pull: Pull) -> None:
+        live = self._live[pull.request_id]
+
+        def run() -> None:
+            started = time.monotonic()
+            landed, error = None, ""
+            try:
+                handle = self._own_handle(live)
+                landed = self._executor.pull(
+                    lambda layout, meshes: self._transport.pull(handle, layout, meshes, PULL_TIMEOUT_S)
+                )
+            except Exception as problem:
+                error = str(problem)
+            self._inbox.put(PullEnded(pull, landed, error, time.monotonic() - started))
+
+        self._pulls.submit(run)
+
+    def _own_handle(self, live: Live) -> KVHandle:
+        layout = self._executor.layout
+        for handle in live.handles:
+            if handle.destination == layout:
+                return handle
+        raise TransferError(f"request {live.request.id}: no offer is laid out for {self.name}")
+
+    def _pull_ended(self, ended: PullEnded) -> None:
+        request_id = ended.pull.request_id
+        live = self._live[request_id]
+        error = ended.error
+        if ended.landed is not None:
+            handle = self._own_handle(live)
+            used = pages_for(ended.pull.tokens, handle.layout.page_size)
+            self._executor.insert(ended.landed, handle.layout, ended.pull.pages[:used])
+            self._count(transfers=1, transfer_bytes=ended.landed.bytes, transfer_s=ended.seconds)
+            self._news.landed.append(request_id)
+            self._handle(KVLanded(request_id))
+            return
+        self._news.pull_failed.append(Failed(request_id, error))
+        self._handle(PullFailed(request_id, error))
+
+    def _flush(self) -> None:
+        news, self._news = self._news, News()
+        self._snapshot()
+        report = news.report(self.name)
+        if report is not None:
+            self._report(report)
+
+    def _count(
+        self,
+        *,
+        steps: int = 0,
+        busy_s: float = 0.0,
+        transfers: int = 0,
+        transfer_bytes: int = 0,
+        transfer_s: float = 0.0,
+    ) -> None:
+        counts = self._counts
+        self._counts = msgspec.structs.replace(
+            counts,
+            steps=counts.steps + steps,
+            busy_s=counts.busy_s + busy_s,
+            transfers=counts.transfers + transfers,
+            transfer_bytes=counts.transfer_bytes + transfer_bytes,
+            transfer_s=counts.transfer_s + transfer_s,
+        )
+
+    def _snapshot(self) -> None:
+        """Publish the machine's state for other threads: one immutable value, so that it is consistent."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        self._stats = msgspec.structs.replace(
+            self._counts,
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            parked=scheduler.parked,
+            pages_total=pool.total,
+            pages_free=pool.free,
+            pages_owned=pool.owned,
+            pages_cached=pool.cached,
+            preemptions=scheduler.preemptions,
+        )

@@ -1,0 +1,158 @@
+"""What instances say to the front door, and what the front door says to its callers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jdserve.core.request import FinishReason
+from jdserve.transfer.layout import KVHandle
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position.
+
+    Attributes:
+        token: the token that stands there.
+        logprob: its natural-log probability.
+        rank: 1 for the likeliest token.
+        top: (token, logprob) of the likeliest tokens, best first; as many as the request asked for.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """News of one request.
+
+    Attributes:
+        request_id: of the request.
+        tokens: new token ids, in order.
+        logprobs: one entry per new token where the request asked for them, else empty.
+        prompt_logprobs: one entry per prompt token but the first, once, with the first news; None otherwise.
+        finish: why the text ends (``stop``: the last token is an end-of-sequence or stop token; ``length``), None while
+            it goes on.
+        error: what went wrong where ``finish`` is ``error``.
+        cached_tokens: prompt tokens whose KV came out of the prefix cache.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class Parked(msgspec.Struct, frozen=True):
+    """KV that waits on a prefill instance.
+
+    Attributes:
+        request_id: of the request.
+        handles: one offer per layout that a decode instance of the plan has.
+    """
+
+    request_id: str
+    handles: tuple[KVHandle, ...]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """Something that went wrong with one request, for the front door to act on.
+
+    Attributes:
+        request_id: of the request.
+        reason: for people.
+        retryable: trying again may help.
+    """
+
+    request_id: str
+    reason: str
+    retryable: bool = True
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one instance says to the front door: all news of a step in one message.
+
+    Attributes:
+        instance: its name.
+        outputs: new tokens and endings.
+        parked: requests whose KV can be pulled now.
+        landed: requests whose KV has arrived here, so that the source may forget it.
+        preempted: requests that must be prefilled again.
+        pull_failed: requests whose KV did not arrive.
+        rejected: requests that this instance refuses.
+        dead: why the instance can do nothing any more, None while it lives.
+    """
+
+    instance: str
+    outputs: tuple[TokenOutput, ...] = ()
+    parked: tuple[Parked, ...] = ()
+    landed: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    pull_failed: tuple[Failed, ...] = ()
+    rejected: tuple[Failed, ...] = ()
+    dead: str | None = None
+
+
+class InstanceStats(msgspec.Struct, frozen=True):
+    """State of one instance now; ``preemptions``, ``steps`` and ``transfer*`` only grow.
+
+    Attributes:
+        name, role: of the instance.
+        waiting, running, parked: sequences; parked ones have their KV on a prefill mesh.
+        pages_total, pages_free, pages_owned, pages_cached: of its pool; total is the sum of the others.
+        preemptions: sequences whose pages were taken back.
+        steps: launched.
+        busy_s: seconds in steps.
+        transfers, transfer_bytes, transfer_s: KV that landed here, and seconds from pull to landing, summed.
+    """
+
+    name: str
+    role: str
+    waiting: int = 0
+    running: int = 0
+    parked: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_owned: int = 0
+    pages_cached: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+
+
+class TransferStats(msgspec.Struct, frozen=True):
+    """KV transfers since the start: how many landed, their bytes, and the seconds they took together."""
+
+    count: int
+    bytes: int
+    seconds: float
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """State of all instances.
+
+    Attributes:
+        instances: in the order of the plan.
+        recompilations: programs compiled after the engine was ready; anything but 0 is a fault.
+        dead: why each instance died that did.
+    """
+
+    instances: tuple[InstanceStats, ...]
+    recompilations: int = 0
+    dead: dict[str, str] = {}
+
+    @property
+    def transfers(self) -> TransferStats:
+        """Transfers of all instances together."""
+        return TransferStats(
+            sum(instance.transfers for instance in self.instances),
+            sum(instance.transfer_bytes for instance in self.instances),
+            sum(instance.transfer_s for instance in self.instances),
+        )

@@ -1,0 +1,161 @@
+"""The step program: one function, traced once per shape, that serves prefill, decode and mixed steps.
+
+Host inputs of a launch with T prompt tokens, R chunks and B decoding sequences:
+
+- ``chunk_tokens`` ``int32[4, T]``: token, position, chunk it belongs to (R for padding), and the token that follows it
+  where the request wants prompt log-probabilities (-1 elsewhere);
+- ``chunks`` ``int32[4, R]``: slot, tokens before the chunk, index of its last token, 1 if it ends the prompt;
+- ``decodes`` ``int32[3, B]``: slot, and the column and page of a block table entry that is new (column W for none).
+
+Everything else is on the device already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jdserve.models.skeleton import Skeleton
+from jdserve.ops.attention import AttentionOps, KVPool, write_kv
+from jdserve.ops.sampling import (
+    Leaf,
+    Sampled,
+    TopLogprobs,
+    no_logprobs,
+    sample,
+    token_logprobs,
+    uses_penalties,
+)
+from jdserve.runtime.buckets import StepShape
+from jdserve.runtime.state import FixedState, LiveState
+
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of logits at a time where a prompt is scored: all of them at once would be ``[T, V]``."""
+
+
+class StepInputs(NamedTuple):
+    """What the host sends for one launch; see the module."""
+
+    chunk_tokens: Leaf
+    chunks: Leaf
+    decodes: Leaf
+
+
+class StepOutputs(NamedTuple):
+    """What a launch gives: one sampled row per chunk, then one per decoding sequence; and prompt log-probabilities."""
+
+    sampled: Sampled
+    prompt: TopLogprobs
+
+
+class _Rows(NamedTuple):
+    """Where each row of the launch stands: T prompt tokens, then B decoding sequences."""
+
+    tokens: Array
+    positions: Array
+    pages: Array
+    offsets: Array
+    segment_tables: Array
+    decode_tables: Array
+    decode_context: Array
+
+
+def _rows(inputs: StepInputs, live: LiveState, page_size: int) -> _Rows:
+    token, position, segment, _ = inputs.chunk_tokens
+    slots = inputs.decodes[0]
+    dummy = live.last_token.shape[0] - 1
+    segment_slots = jnp.append(inputs.chunks[0], jnp.int32(dummy))
+    alive = slots != dummy
+    decode_position = jnp.where(alive, live.context[slots], 0)
+    row_slots = jnp.concatenate((segment_slots[segment], slots))
+    positions = jnp.concatenate((position, decode_position))
+    return _Rows(
+        tokens=jnp.concatenate((token, live.last_token[slots])),
+        positions=positions,
+        pages=live.tables[row_slots, positions // page_size],
+        offsets=positions % page_size,
+        segment_tables=live.tables[inputs.chunks[0]],
+        decode_tables=live.tables[slots],
+        decode_context=jnp.where(alive, decode_position + 1, 0),
+    )
+
+
+def step_program(
+    model: Skeleton, shape: StepShape, attention: AttentionOps, page_size: int
+) -> Callable[..., tuple[KVPool, LiveState, StepOutputs]]:
+    """The function ``step(leaves, pool, fixed, live, inputs) -> (pool, live, outputs)`` of one shape.
+
+    It is to be jitted with ``pool`` and ``live`` donated.
+    """
+    tokens = shape.tokens
+
+    def step(
+        leaves: tuple[Array, ...], pool: KVPool, fixed: FixedState, live: LiveState, inputs: StepInputs
+    ) -> tuple[KVPool, LiveState, StepOutputs]:
+        module = model.merge(leaves)
+        slots, column, page = inputs.decodes
+        live = live._replace(tables=live.tables.at[slots, column].set(page, mode="drop"))
+        rows = _rows(inputs, live, page_size)
+
+        def attend(layer: int, q: Array, k: Array, v: Array, pool: KVPool) -> tuple[Array, KVPool]:
+            pool = write_kv(pool, layer, k, v, rows.pages, rows.offsets)
+            parts: list[Array] = []
+            if tokens:
+                segment, prefix = inputs.chunk_tokens[2], inputs.chunks[1]
+                new = (q[:tokens], k[:tokens], v[:tokens])
+                parts.append(attention.prefill(*new, pool, layer, segment, rows.segment_tables, prefix))
+            if shape.seqs:
+                parts.append(attention.decode(q[tokens:], pool, layer, rows.decode_tables, rows.decode_context))
+            return jnp.concatenate(parts), pool
+
+        hidden, pool = module.layers(module.embed(rows.tokens), rows.positions, attend, pool)
+        ends = jnp.concatenate((inputs.chunks[2], tokens + jnp.arange(shape.seqs, dtype=jnp.int32)))
+        sampled, live = _choose(module.logits(hidden[ends]), fixed, live, inputs, rows.positions[ends] + 1)
+        prompt = _score_prompt(module.logits, hidden[:tokens], inputs.chunk_tokens[3], live.counts.shape[1])
+        return pool, live, StepOutputs(sampled, prompt)
+
+    return step
+
+
+def _choose(
+    logits: Array, fixed: FixedState, live: LiveState, inputs: StepInputs, position: Array
+) -> tuple[Sampled, LiveState]:
+    """Sample a token per row and write it into the state of the rows whose prompt is complete."""
+    dummy = live.last_token.shape[0] - 1
+    slots = jnp.concatenate((inputs.chunks[0], inputs.decodes[0]))
+    rows = jax.tree.map(lambda leaf: leaf[slots], fixed.sampling)
+    sampled = sample(logits, rows, lambda: (live.counts[slots], fixed.in_prompt[slots]), position)
+    complete = jnp.concatenate((inputs.chunks[3] > 0, inputs.decodes[0] != dummy))
+    to = jnp.where(complete, slots, dummy)
+    counts = lax.cond(
+        uses_penalties(rows).any(),
+        lambda: live.counts.at[to, sampled.tokens].add(1, mode="promise_in_bounds"),
+        lambda: live.counts,
+    )
+    return sampled, LiveState(
+        last_token=live.last_token.at[to].set(sampled.tokens),
+        context=live.context.at[to].set(position),
+        tables=live.tables,
+        counts=counts,
+    )
+
+
+def _score_prompt(logits: Callable[[Array], Array], hidden: Array, targets: Array, vocab: int) -> TopLogprobs:
+    """Log-probabilities of ``targets[T]`` under rows ``hidden [T, E]``; zeros, at no cost, where none is wanted."""
+    tokens = hidden.shape[0]
+    if not tokens:
+        return no_logprobs(0, vocab)
+    size = min(PROMPT_LOGPROB_ROWS, tokens)
+
+    def score() -> TopLogprobs:
+        padding = -tokens % size
+        rows = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
+        wanted = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, size)
+        scored = lax.map(lambda part: token_logprobs(logits(part[0]), part[1]), (rows, wanted))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:tokens], scored)
+
+    return lax.cond((targets >= 0).any(), score, lambda: no_logprobs(tokens, vocab))
