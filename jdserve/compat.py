@@ -13,18 +13,20 @@ from jax._src import xla_bridge
 Device: TypeAlias = Any
 """A device of jax, whose class has no public type."""
 
+_config: Any = jax.config  # its flags are attributes that type checkers do not see
+
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def offer_cpu_devices(count: int) -> None:
     """Have the CPU back end come up with at least ``count`` devices; once jax runs this does nothing."""
-    if not xla_bridge.backends_are_initialized() and int(getattr(jax.config, "jax_num_cpu_devices")) < count:
+    if not xla_bridge.backends_are_initialized() and int(_config.jax_num_cpu_devices) < count:
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def keep_compilations(folder: Path) -> None:
     """Keep compiled programs in ``folder`` across processes, unless the user named a folder already."""
-    if getattr(jax.config, "jax_compilation_cache_dir") is None:
+    if _config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict[int, float])
     seed: int | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

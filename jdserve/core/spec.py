@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -76,7 +76,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             # Inside its window a sliding-window model computes plain causal attention.
             context = min(int(config["max_position_embeddings"]), int(config.get("sliding_window") or 2**31))
-            eos = config.get("eos_token_id")
+            eos: Any = config.get("eos_token_id")
+            eos_ids: list[int] = [] if eos is None else [int(eos)] if isinstance(eos, int) else list(eos)
             return cls(
                 architecture=architecture,
                 layers=int(config["num_hidden_layers"]),
@@ -91,7 +92,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 bos=config.get("bos_token_id"),
-                eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+                eos=tuple(eos_ids),
             )
         except KeyError as error:
             raise InvalidPlan(f"$.{error.args[0]}", "missing") from None
@@ -106,14 +107,14 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path = Path(path)
         file = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(file.read_text())
+            config: Any = json.loads(file.read_text())
         except OSError as error:
             raise InvalidPlan("$", f"cannot read {file}: {error.strerror}") from None
         except ValueError as error:
             raise InvalidPlan("$", f"{file} is not JSON: {error}") from None
         if not isinstance(config, dict):
             raise InvalidPlan("$", f"{file} does not hold a JSON object")
-        return cls.from_config(config)
+        return cls.from_config(cast("dict[str, Any]", config))
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` that :meth:`from_config` reads back to this spec."""

@@ -196,6 +196,11 @@ class Engine:
                 self._tell(Cancelled(request.id))
                 self._forget(record)
 
+    @property
+    def open_requests(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._records)
+
     def stats(self) -> EngineStats:
         """Numbers for a metrics page."""
         compiled = self._compilations.count if self._compilations is not None else 0

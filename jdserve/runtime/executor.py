@@ -56,6 +56,11 @@ class Executor(Protocol):
         """Start a step over admitted requests."""
         ...
 
+    @property
+    def transfer_sizes(self) -> Seq[int]:
+        """Pages in a gather or an insert, ascending: every other number is padded to one of these."""
+        ...
+
     def gather(self, pages: tuple[int, ...]) -> KVCopy:
         """Copy ``pages`` out of the pool."""
         ...
@@ -178,8 +183,6 @@ class JaxExecutor:
             jax.block_until_ready(self._run(shape, inputs))
             progress((index + 1) / (len(shapes) + 1))
         self._admit_row(Request("", (0,), SamplingParams()), (), self._buckets.slots)
-        for size in self._buckets.transfers:
-            self.gather((0,) * size)
         jax.block_until_ready(self._pool)
         progress(1.0)
 
@@ -250,6 +253,11 @@ class JaxExecutor:
                 decodes[1, index], decodes[2, index] = seq.pages, decode.pages[seq.pages]
                 seq.pages += 1
         return StepInputs(chunk_tokens, chunks, decodes)
+
+    @property
+    def transfer_sizes(self) -> Seq[int]:
+        """Buckets of the instance."""
+        return self._buckets.transfers
 
     def gather(self, pages: tuple[int, ...]) -> KVCopy:
         """Copy pages out of the pool, padded to a bucket with the null page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ import platformdirs
 
 from jdserve.compat import Device, keep_compilations, offer_cpu_devices
 from jdserve.core.errors import InvalidPlan
-from jdserve.core.plan import DecodeInstance, Plan
+from jdserve.core.pages import NULL_PAGE
+from jdserve.core.plan import DecodeInstance, Plan, PrefillInstance
 from jdserve.core.plan import Instance as InstancePlan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.checkpoint import LoadedModel
@@ -24,9 +26,10 @@ from jdserve.policy.record import Header, Recorder
 from jdserve.runtime.client import EngineClient
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.executor import Executor, JaxExecutor
-from jdserve.runtime.instance import Instance
+from jdserve.runtime.instance import PULL_TIMEOUT_S, Instance
 from jdserve.runtime.outputs import Report
 from jdserve.runtime.progress import Progress
+from jdserve.transfer.base import Transport
 from jdserve.transfer.layout import KVLayout
 from jdserve.transfer.local import LocalTransport
 
@@ -133,6 +136,7 @@ def _start_instances(
         executors = dict(zip(plan.instances, pool.map(warm, plan.instances), strict=True))
     transport = LocalTransport()
     destinations = _decode_layouts(executors)
+    _warm_transfers(executors, transport)
     clients: dict[str, EngineClient] = {}
     for instance, executor in executors.items():
         scheduler = machine_for(instance, plan.page_size)
@@ -142,6 +146,21 @@ def _start_instances(
         clients[instance.name] = client
     progress("ready", 1.0)
     return clients
+
+
+def _warm_transfers(executors: Mapping[InstancePlan, Executor], transport: Transport) -> None:
+    """Run one hand-off of every size between every pair, from null pages to null pages, so that nothing is compiled
+    later.
+    """
+    sources = [(plan.name, executor) for plan, executor in executors.items() if isinstance(plan, PrefillInstance)]
+    targets = [executor for plan, executor in executors.items() if isinstance(plan, DecodeInstance)]
+    for (name, source), target in itertools.product(sources, targets):
+        for size in source.transfer_sizes:
+            copy = source.gather((NULL_PAGE,) * size)
+            handle = transport.offer("warm-up", name, copy, target.layout, PULL_TIMEOUT_S)
+            landed = target.pull(lambda layout, meshes: transport.pull(handle, layout, meshes, PULL_TIMEOUT_S))  # noqa: B023
+            target.insert(landed, source.layout, ())
+            transport.release(handle)
 
 
 def _decode_layouts(executors: Mapping[InstancePlan, Executor]) -> Seq[KVLayout]:

@@ -1,0 +1,78 @@
+"""``python -m jdserve.server``: serve a plan over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def default_plan() -> Path:
+    """The plan that is served when none is named: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).parent.parent
+    inside = package / "plans" / "quickstart.json"
+    return inside if inside.exists() else package.parent / "plans" / "quickstart.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the server."""
+    add = parser.add_argument
+    add("--plan", type=Path, default=None, help="plan.json to serve (default: one prefill and one decode instance)")
+    add("--model", help="overrides the plan's model: a Hugging Face folder, a .gguf file, or a built-in name")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
+    add("--served-model-name", help="what clients call the model (default: its own name)")
+    add("--chat-template", type=Path, help="file with a jinja chat template that replaces the model's")
+    add("--drain-timeout", type=_seconds, default=30.0, help="seconds that a shutdown waits for open requests")
+    add("--log-level", choices=LOG_LEVELS, default="warning", help="of the HTTP server (default: %(default)s)")
+    add("--record", type=Path, help="folder for the event log of each scheduler, for `jdserve replay`")
+
+
+def _port(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is between 0 and 65535, got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"at least 0 seconds, got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve what parsed arguments ask for; returns the exit code."""
+    from jdserve.server.serve import Options, serve
+
+    return serve(
+        Options(
+            plan=args.plan or default_plan(),
+            model=args.model,
+            host=args.host,
+            port=args.port,
+            served_name=args.served_model_name,
+            chat_template=args.chat_template,
+            drain_timeout_s=args.drain_timeout,
+            log_level=args.log_level,
+            record=args.record,
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve."""
+    parser = argparse.ArgumentParser(prog="python -m jdserve.server", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Start-up, serving and shutdown of the HTTP server.
+
+The order of things: the plan is read and the port is bound, so that what is wrong there is told at once; the socket
+answers 503 while the model is fetched, converted, loaded and compiled; then the real application takes over. The first
+SIGINT or SIGTERM drains (new requests get 503, open ones end), the second one stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from jdserve.core.errors import CheckpointError, InvalidPlan
+from jdserve.core.plan import Plan
+from jdserve.models.load import resolve
+from jdserve.runtime.engine import Engine
+from jdserve.runtime.launch import jax_executors, make_engine
+from jdserve.runtime.progress import Progress
+from jdserve.server.app import create_app
+from jdserve.server.display import StartDisplay
+from jdserve.server.gate import Gate
+from jdserve.server.tokenizer import Tokenizer
+
+STOPPED_WHILE_STARTING = 130
+"""Exit code after a signal that came before the server was ready."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line decides.
+
+    Attributes:
+        plan: path of the plan.
+        model: overrides the plan's model, None to keep it.
+        host, port: to listen on; port 0 takes a free one.
+        served_name: what clients call the model, None for its own name.
+        chat_template: file with a jinja template that replaces the model's, None to keep it.
+        drain_timeout_s: how long a shutdown waits for open requests.
+        log_level: of uvicorn.
+        record: folder for event logs, None for none.
+    """
+
+    plan: Path
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_name: str | None = None
+    chat_template: Path | None = None
+    drain_timeout_s: float = 30.0
+    log_level: str = "warning"
+    record: Path | None = None
+
+
+def serve(options: Options) -> int:
+    """Run the server until it is told to stop; returns the exit code (0, 1 for a failed start, 2 for bad input)."""
+    try:
+        plan = Plan.load(options.plan)
+        template = options.chat_template.read_text() if options.chat_template else None
+        listener = _bind(options.host, options.port)
+    except (InvalidPlan, OSError) as error:
+        print(f"jdserve: {error}", file=sys.stderr)
+        return 2
+    with listener:
+        return asyncio.run(_serve(options, plan, template, listener))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port} (--host, --port): {error.strerror}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our own answer to signals: uvicorn's would close the streams that a drain waits for."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: ask for a drain. Second: leave at once."""
+        self._signals += 1
+        if self._signals > 1:
+            print("\njdserve: stopped without waiting for open requests", file=sys.stderr, flush=True)
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self.stop.set)
+
+
+async def _serve(options: Options, plan: Plan, template: str | None, listener: socket.socket) -> int:
+    url = f"http://{_shown(options.host)}:{listener.getsockname()[1]}"
+    display = StartDisplay(sys.stderr, url)
+    progress = Progress(display.show)
+    gate = Gate(progress)
+    config = uvicorn.Config(gate, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=5)
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_start(options, plan, template, progress))
+    stopping = asyncio.create_task(server.stop.wait())
+    await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    display.close()
+    if not starting.done():
+        print(f"jdserve: stopped during start-up ({progress.stage})", file=sys.stderr, flush=True)
+        # Threads that load and compile cannot be interrupted, and nothing of theirs is worth waiting for.
+        os._exit(STOPPED_WHILE_STARTING)
+    if (error := starting.exception()) is not None:
+        print(f"jdserve: {_told(error)}", file=sys.stderr, flush=True)
+        server.should_exit = True
+        await serving
+        return 1
+    engine, app, name = starting.result()
+    gate.open(app)
+    display.ready(name)
+    await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    open_requests = engine.open_requests
+    if open_requests:
+        print(f"jdserve: draining, {open_requests} open requests", file=sys.stderr, flush=True)
+    await engine.drain(options.drain_timeout_s)
+    server.should_exit = True
+    await serving
+    await engine.close()
+    return 0
+
+
+async def _start(options: Options, plan: Plan, template: str | None, progress: Progress) -> tuple[Engine, FastAPI, str]:
+    model = await asyncio.to_thread(resolve, options.model or plan.model, progress)
+    plan.check(model.spec)
+    tokenizer = Tokenizer.read(model.folder, template)
+    executors = jax_executors(plan, model, progress)
+    engine = make_engine(plan, model.spec, executors, progress, options.record)
+    await engine.start()
+    name = options.served_name or model.name
+    return engine, create_app(engine, tokenizer, name, drain_timeout_s=options.drain_timeout_s), name
+
+
+def _told(error: BaseException) -> str:
+    """One line for what is the user's to mend, the type as well for what is not."""
+    if isinstance(error, CheckpointError | InvalidPlan | ValueError):
+        return str(error)
+    return f"start failed: {type(error).__name__}: {error}"
+
+
+def _shown(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
