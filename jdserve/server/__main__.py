@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--plan", type=Path, default=None, help="plan.json to serve (default: one prefill and one decode instance)")
     add("--model", help="overrides the plan's model: a Hugging Face folder, a .gguf file, or a built-in name")
+    add("--max-model-len", type=_positive, help="most tokens (prompt and output) of one request; overrides the plan's")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
     add("--served-model-name", help="what clients call the model (default: its own name)")
@@ -35,6 +36,13 @@ def _port(text: str) -> int:
     value = int(text) if text.isdecimal() else -1
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"a port is between 0 and 65535, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {text!r}")
     return value
 
 
@@ -63,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
             drain_timeout_s=args.drain_timeout,
             log_level=args.log_level,
             record=args.record,
+            max_model_len=args.max_model_len,
         )
     )
 

@@ -161,6 +161,14 @@ class ModelList(msgspec.Struct, frozen=True):
     data: list[Model]
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """Answer of ``/tokenize``: ids, how many, and how many a request may have."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
 class Health(msgspec.Struct, frozen=True):
     """Answer of ``/health``; the other fields tell of a start-up that has not ended."""
 
@@ -170,7 +178,7 @@ class Health(msgspec.Struct, frozen=True):
     error: str | UnsetType = UNSET
 
 
-ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Health, ErrorResponse)
+ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Tokens, Health, ErrorResponse)
 """Every shape that an answer or an event may have."""
 
 

@@ -13,13 +13,13 @@ from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jdserve.server.answers import Health, Model, ModelList, schema_components
+from jdserve.server.answers import Health, Model, ModelList, Tokens, schema_components
 from jdserve.server.chat import chat
 from jdserve.server.completions import complete
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import RETRY_AFTER_S, install_handlers
 from jdserve.server.metrics import Metrics, Outcome
-from jdserve.server.protocol import ChatBody, CompletionBody
+from jdserve.server.protocol import ChatBody, CompletionBody, TokenizeBody
 from jdserve.server.serving import Front
 from jdserve.server.tokenizer import Tokenizer
 
@@ -75,6 +75,13 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
 def _add_models(app: FastAPI, front: Front) -> None:
     engine = front.engine
+
+    @app.post("/tokenize", responses={200: _json("Tokens"), **_refusals(400, 404)})
+    async def tokenize(body: TokenizeBody) -> Response:
+        front.check_model(body.model)
+        (ids,) = await front.tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        return _answer(Tokens(len(ids), engine.max_model_len, list(ids)))
+
     model = Model(front.served_name, "model", int(time.time()), "jdserve", engine.max_model_len)
 
     @app.get("/v1/models", responses={200: _json("ModelList")})
@@ -123,7 +130,11 @@ def _documented(whole: str, *, stream: str) -> dict[int | str, dict[str, Any]]:
     ok["content"]["text/event-stream"] = {
         "schema": {"type": "string", "description": f"`data:` events: {stream} or ErrorResponse as JSON, then [DONE]"}
     }
-    return {200: ok, **{status: _json("ErrorResponse") for status in (400, 404, 500, 503)}}
+    return {200: ok, **_refusals(400, 404, 500, 503)}
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: _json("ErrorResponse") for status in statuses}
 
 
 def _reference(name: str) -> dict[str, str]:

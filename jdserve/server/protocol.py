@@ -47,6 +47,14 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class TokenizeBody(Body):
+    """A text whose token ids are asked for."""
+
+    model: Text
+    prompt: Text
+    add_special_tokens: bool = True
+
+
 class StreamOptions(Body):
     """Whether the last chunk of a stream carries the usage, and whether every chunk does."""
 

@@ -2,19 +2,21 @@
 
 The order of things: the plan is read and the port is bound, so that what is wrong there is told at once; the socket
 answers 503 while the model is fetched, converted, loaded and compiled; then the real application takes over. The first
-SIGINT or SIGTERM drains (new requests get 503, open ones end), the second one stops at once.
+SIGINT or SIGTERM drains (new requests get 503, open ones end), a second SIGINT stops at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 
@@ -46,6 +48,7 @@ class Options:
         drain_timeout_s: how long a shutdown waits for open requests.
         log_level: of uvicorn.
         record: folder for event logs, None for none.
+        max_model_len: overrides the plan's, None to keep it.
     """
 
     plan: Path
@@ -57,19 +60,24 @@ class Options:
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
     record: Path | None = None
+    max_model_len: int | None = None
 
 
 def serve(options: Options) -> int:
     """Run the server until it is told to stop; returns the exit code (0, 1 for a failed start, 2 for bad input)."""
     try:
         plan = Plan.load(options.plan)
-        template = options.chat_template.read_text() if options.chat_template else None
+        if options.max_model_len is not None:
+            plan = msgspec.structs.replace(plan, max_model_len=options.max_model_len)
+            plan.check()
+        if options.chat_template is not None:
+            options.chat_template.read_text()  # what is wrong with the file is told now, not after the start
         listener = _bind(options.host, options.port)
     except (InvalidPlan, OSError) as error:
         print(f"jdserve: {error}", file=sys.stderr)
         return 2
     with listener:
-        return asyncio.run(_serve(options, plan, template, listener))
+        return asyncio.run(_serve(options, plan, listener))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -91,18 +99,18 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._signals = 0
+        self._interrupts = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: ask for a drain. Second: leave at once."""
-        self._signals += 1
-        if self._signals > 1:
+        """Ask for a drain; a second SIGINT leaves at once (supervisors repeat SIGTERM and mean nothing by it)."""
+        self._interrupts += sig == signal.SIGINT
+        if self._interrupts > 1:
             print("\njdserve: stopped without waiting for open requests", file=sys.stderr, flush=True)
             os._exit(128 + sig)
         self._loop.call_soon_threadsafe(self.stop.set)
 
 
-async def _serve(options: Options, plan: Plan, template: str | None, listener: socket.socket) -> int:
+async def _serve(options: Options, plan: Plan, listener: socket.socket) -> int:
     url = f"http://{_shown(options.host)}:{listener.getsockname()[1]}"
     display = StartDisplay(sys.stderr, url)
     progress = Progress(display.show)
@@ -110,7 +118,7 @@ async def _serve(options: Options, plan: Plan, template: str | None, listener: s
     config = uvicorn.Config(gate, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=5)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(_start(options, plan, template, progress))
+    starting = asyncio.create_task(_start(options, plan, progress))
     stopping = asyncio.create_task(server.stop.wait())
     await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     display.close()
@@ -137,10 +145,10 @@ async def _serve(options: Options, plan: Plan, template: str | None, listener: s
     return 0
 
 
-async def _start(options: Options, plan: Plan, template: str | None, progress: Progress) -> tuple[Engine, FastAPI, str]:
+async def _start(options: Options, plan: Plan, progress: Progress) -> tuple[Engine, FastAPI, str]:
     model = await asyncio.to_thread(resolve, options.model or plan.model, progress)
     plan.check(model.spec)
-    tokenizer = Tokenizer.read(model.folder, template)
+    tokenizer = Tokenizer.read(model.folder, options.chat_template)
     executors = jax_executors(plan, model, progress)
     engine = make_engine(plan, model.spec, executors, progress, options.record)
     await engine.start()
