@@ -19,5 +19,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("compilations")))
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
