@@ -17,7 +17,7 @@ import msgspec
 from jdserve.compat import CompilationCounter
 from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded
 from jdserve.core.pages import block_hashes
-from jdserve.core.plan import Plan
+from jdserve.core.plan import Plan, role_of
 from jdserve.core.request import Request
 from jdserve.core.spec import ModelSpec
 from jdserve.ops.sampling import MAX_STOP_IDS
@@ -176,7 +176,7 @@ class Engine:
         """
         self.check(request)
         if not self.ready:
-            raise Overloaded("the server is starting")
+            raise Overloaded(self.progress.error or "the server is starting")
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id!r} is in use", param="id")
         record = _Record(request)
@@ -225,6 +225,11 @@ class Engine:
             await asyncio.to_thread(client.stop)
         if self._compilations is not None:
             self._compilations.close()
+
+    def _serviceable(self) -> bool:
+        """Whether the instances that live can serve a request from end to end."""
+        roles = {role_of(instance) for instance in self.plan.instances if instance.name not in self._dead}
+        return "colocated" in roles or {"prefill", "decode"} <= roles
 
     def _prefix(self, record: _Record) -> tuple[bytes, ...]:
         # A scored prompt needs the logits of every position, which a cached prefix does not give.
@@ -303,6 +308,9 @@ class Engine:
         if report.dead is not None:
             self._dead[report.instance] = report.dead
             self._tell(PeerFailed(report.instance))
+            if not self._serviceable():
+                self.ready = False
+                self.progress.error = "; ".join(f"{name} died: {why}" for name, why in self._dead.items())
 
     def _on_output(self, output: TokenOutput) -> None:
         record = self._runs.get(output.request_id)

@@ -12,6 +12,7 @@ All launches on the mesh, and all calls of the machine, are made by the launcher
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ from jdserve.runtime.outputs import Failed, InstanceStats, Parked, Report, Token
 from jdserve.runtime.results import PendingStep, RowResult
 from jdserve.transfer.base import Transport
 from jdserve.transfer.layout import KVHandle, KVLayout
+
+logger = logging.getLogger(__name__)
 
 PULL_TIMEOUT_S = 30.0
 """Longest wait for KV to land before the pull counts as failed."""
@@ -134,9 +137,10 @@ class Instance:
                 elif self._step is not None:
                     self._finish_step()
                 self._expire_leases()
-        except BaseException as error:
+        except Exception as error:
+            # A dead thread must be an event, never a hang: the front door sends its requests elsewhere.
+            logger.exception("instance %s died", self.name)
             self._report(Report(self.name, dead=f"{type(error).__name__}: {error}"))
-            raise
 
     def _next_message(self) -> Message | None:
         """The next message; None where a step is to be waited for, or a lease may have run out."""
