@@ -1,0 +1,222 @@
+"""Both attention functions against a plain loop in float64, with NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdserve.ops.attention import (
+    CHUNK_TOKENS,
+    KVPool,
+    attention_ops,
+    decode_attention,
+    prefill_attention,
+    write_kv,
+)
+
+HEAD_DIM = 8
+LAYERS, LAYER = 2, 1  # the other layer is all NaN
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+LONG = 2 * CHUNK_TOKENS + 17
+
+decode = jax.jit(decode_attention, static_argnums=2)
+prefill = jax.jit(prefill_attention, static_argnums=4)
+
+
+@dataclass
+class Cache:
+    """A poisoned pool, block tables, and for each sequence the live keys and values ``[context, K, D]`` in float64."""
+
+    pool: KVPool
+    tables: np.ndarray
+    live: list[tuple[np.ndarray, np.ndarray]]
+
+
+def rounded(rng, shape, dtype):
+    return np.asarray(jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype))
+
+
+def poisoned_cache(rng, contexts, kv_heads, page_size, dtype, reserved=1):
+    """Pages in random order; NaN in the null page, in pages of nobody, in reserved pages and past each context."""
+    counts = [-(-context // page_size) for context in contexts]
+    width = max(counts) + reserved + 1
+    total = 1 + sum(counts) + reserved * len(contexts) + 3
+    keys = np.full((LAYERS, total, kv_heads, page_size, HEAD_DIM), np.nan, np.float32)
+    values = keys.copy()
+    order = list(1 + rng.permutation(total - 1))
+    tables = np.zeros((len(contexts), width), np.int32)
+    live = []
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        pages = [order.pop() for _ in range(count + reserved if context else 0)]
+        tables[row, : len(pages)] = pages
+        k, v = (rounded(rng, (context, kv_heads, HEAD_DIM), dtype).astype(np.float32) for _ in range(2))
+        for place in range(context):
+            at = (LAYER, pages[place // page_size], slice(None), place % page_size)
+            keys[at], values[at] = k[place], v[place]
+        live.append((k.astype(np.float64), v.astype(np.float64)))
+    return Cache(KVPool(jnp.asarray(keys).astype(dtype), jnp.asarray(values).astype(dtype)), tables, live)
+
+
+def attend(q, keys, values):
+    """One query ``[H, D]`` over ``[places, K, D]``, head by head."""
+    heads, head_dim = q.shape
+    group = heads // keys.shape[1]
+    out = np.zeros((heads, head_dim))
+    for head in range(heads):
+        scores = keys[:, head // group] @ q[head].astype(np.float64) / np.sqrt(head_dim)
+        weights = np.exp(scores - scores.max())
+        out[head] = weights / weights.sum() @ values[:, head // group]
+    return out
+
+
+def assert_near(actual, expected, dtype):
+    assert actual.dtype == jnp.dtype(dtype)
+    np.testing.assert_allclose(np.asarray(actual.astype(jnp.float32)), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+heads_and_kv_heads = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+page_sizes = pytest.mark.parametrize("page_size", [16, 32])
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def ragged(page_size):
+    return [0, 1, page_size - 1, page_size, page_size + 1, LONG, 0]
+
+
+@heads_and_kv_heads
+@page_sizes
+@dtypes
+def test_decode_against_the_loop(heads, kv_heads, page_size, dtype):
+    rng = np.random.default_rng(1)
+    contexts = ragged(page_size)
+    cache = poisoned_cache(rng, contexts, kv_heads, page_size, dtype)
+    q = rounded(rng, (len(contexts), heads, HEAD_DIM), dtype)
+    actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array(contexts, np.int32))
+    expected = np.zeros(q.shape)
+    for row, (keys, values) in enumerate(cache.live):
+        if contexts[row]:
+            expected[row] = attend(q[row], keys, values)
+    assert_near(actual, expected, dtype)
+
+
+def test_decode_of_padding_alone_is_zero():
+    cache = poisoned_cache(np.random.default_rng(2), [0, 0], 2, 16, "float32")
+    actual = decode(jnp.ones((2, 4, HEAD_DIM)), cache.pool, LAYER, cache.tables, np.zeros(2, np.int32))
+    assert np.array_equal(np.asarray(actual), np.zeros((2, 4, HEAD_DIM)))
+
+
+@pytest.mark.parametrize("context", [CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS])
+def test_decode_at_the_borders_of_a_chunk(context):
+    rng = np.random.default_rng(context)
+    cache = poisoned_cache(rng, [context], 1, 16, "float32")
+    q = rounded(rng, (1, 2, HEAD_DIM), "float32")
+    actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array([context], np.int32))
+    assert_near(actual, attend(q[0], *cache.live[0])[None], "float32")
+
+
+def test_decode_survives_large_scores():
+    """Exponentials are taken relative to the running maximum, whichever chunk holds it."""
+    rng = np.random.default_rng(3)
+    cache = poisoned_cache(rng, [LONG], 1, 16, "float32")
+    q = 300 * rounded(rng, (1, 2, HEAD_DIM), "float32")
+    actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array([LONG], np.int32))
+    np.testing.assert_allclose(np.asarray(actual)[0], attend(q[0], *cache.live[0]), rtol=0, atol=1e-3)
+
+
+def packed(lengths, padding):
+    segments = np.repeat(np.arange(len(lengths)), lengths)
+    return np.concatenate((segments, np.full(padding, len(lengths)))).astype(np.int32)
+
+
+def expected_prefill(q, k, v, cache, lengths):
+    """Row by row: the prefix of the row's segment, then the tokens of the segment up to the row."""
+    expected = np.zeros(q.shape)
+    start = 0
+    for (keys, values), length in zip(cache.live, lengths, strict=True):
+        for row in range(start, start + length):
+            new_k, new_v = (new[start : row + 1].astype(np.float64) for new in (k, v))
+            expected[row] = attend(q[row], np.concatenate((keys, new_k)), np.concatenate((values, new_v)))
+        start += length
+    return expected
+
+
+@heads_and_kv_heads
+@page_sizes
+@dtypes
+def test_prefill_against_the_loop(heads, kv_heads, page_size, dtype):
+    """Segments with and without prefix, packed with padding rows and with a segment that has no rows."""
+    rng = np.random.default_rng(4)
+    prefixes = ragged(page_size)
+    lengths, padding = [5, 1, 7, page_size, 3, 4, 0], 3
+    cache = poisoned_cache(rng, prefixes, kv_heads, page_size, dtype)
+    segments = packed(lengths, padding)
+    q = rounded(rng, (len(segments), heads, HEAD_DIM), dtype)
+    k, v = (rounded(rng, (len(segments), kv_heads, HEAD_DIM), dtype) for _ in range(2))
+    new = (jnp.asarray(array) for array in (q, k, v))
+    actual = prefill(*new, cache.pool, LAYER, segments, cache.tables, np.array(prefixes, np.int32))
+    rows = len(segments) - padding
+    assert_near(actual[:rows], expected_prefill(q, k, v, cache, lengths)[:rows], dtype)
+    assert np.isfinite(np.asarray(actual.astype(jnp.float32))).all()
+
+
+def test_prefill_without_prefix_reads_no_page():
+    rng = np.random.default_rng(5)
+    lengths = [6, 9]
+    cache = poisoned_cache(rng, [0, 0], 2, 16, "float32")
+    segments = packed(lengths, 1)
+    q, k, v = (rounded(rng, (16, heads, HEAD_DIM), "float32") for heads in (4, 2, 2))
+    new = (jnp.asarray(array) for array in (q, k, v))
+    actual = prefill(*new, cache.pool, LAYER, segments, cache.tables, np.zeros(2, np.int32))
+    assert_near(actual[:15], expected_prefill(q, k, v, cache, lengths)[:15], "float32")
+
+
+def test_prefill_in_chunks_equals_prefill_at_once():
+    """The last rows of a prompt come out the same whether the first rows are packed with them or in the pool."""
+    rng = np.random.default_rng(6)
+    total, cut = 40, 23
+    q, k, v = (jnp.asarray(rounded(rng, (total, heads, HEAD_DIM), "float32")) for heads in (4, 2, 2))
+    pool = KVPool(*(jnp.zeros((LAYERS, 4, 2, 16, HEAD_DIM)) for _ in range(2)))
+    table = np.array([[3, 1, 2]], np.int32)
+    place = np.arange(cut)
+    filled = write_kv(pool, LAYER, k[:cut], v[:cut], table[0, place // 16], place % 16)
+    whole = prefill(q, k, v, pool, LAYER, packed([total], 0), table, np.zeros(1, np.int32))
+    rest = (q[cut:], k[cut:], v[cut:])
+    second = prefill(*rest, filled, LAYER, packed([total - cut], 0), table, np.array([cut], np.int32))
+    np.testing.assert_allclose(np.asarray(second), np.asarray(whole)[cut:], rtol=0, atol=2e-6)
+
+
+@dtypes
+def test_write_kv_against_numpy(dtype):
+    rng = np.random.default_rng(7)
+    shape = (3, 6, 2, 16, HEAD_DIM)
+    before = [rounded(rng, shape, dtype) for _ in range(2)]
+    k, v = (rng.normal(size=(5, 2, HEAD_DIM)).astype(np.float32) for _ in range(2))
+    pages, rows = np.array([4, 4, 1, 5, 2], np.int32), np.array([15, 0, 7, 0, 15], np.int32)
+    after = write_kv(KVPool(*map(jnp.asarray, before)), 1, jnp.asarray(k), jnp.asarray(v), pages, rows)
+    for old, new, pool in zip(before, (k, v), after, strict=True):
+        expected = old.copy()
+        for index in range(5):
+            expected[1, pages[index], :, rows[index]] = new[index].astype(expected.dtype)
+        assert pool.dtype == jnp.dtype(dtype)
+        assert np.array_equal(np.asarray(pool), expected)
+
+
+def test_write_kv_works_in_place_in_a_donated_pool():
+    pool = KVPool(*(jnp.zeros((1, 3, 1, 16, HEAD_DIM)) for _ in range(2)))
+    addresses = {array.unsafe_buffer_pointer() for array in pool}
+    new = jnp.ones((1, 1, HEAD_DIM))
+    write = jax.jit(write_kv, static_argnums=1, donate_argnums=0)
+    after = write(pool, 0, new, new, np.array([1], np.int32), np.array([2], np.int32))
+    assert {array.unsafe_buffer_pointer() for array in after} == addresses
+
+
+def test_registry():
+    assert attention_ops("cpu").decode is decode_attention
+    assert attention_ops("cpu").prefill is prefill_attention
+    assert attention_ops() is attention_ops(jax.default_backend())
+    with pytest.raises(KeyError, match="abacus"):
+        attention_ops("abacus")
