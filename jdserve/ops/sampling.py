@@ -126,7 +126,9 @@ def filter_logits(scaled: Array, rows: SamplingRows) -> Array:
     place = jnp.arange(size, dtype=jnp.int32)[None, :]
     probability = jax.nn.softmax(jnp.where(place < keep, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    last = ((before < rows.top_p[:, None]) & (place < keep)).sum(-1) - 1
+    # A cumulative sum in float32 reaches 1 before its end: a row without top-p must not lose its tail to that.
+    wanted = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)[:, None]
+    last = ((before < wanted) & (place < keep)).sum(-1) - 1
     border = jnp.take_along_axis(ordered, last[:, None], axis=-1)
     likely = ordered[:, :1] + jnp.log(jnp.maximum(rows.min_p, 1e-30))[:, None]
     return jnp.where((scaled >= border) & (scaled >= likely), scaled, -jnp.inf)

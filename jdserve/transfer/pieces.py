@@ -27,7 +27,11 @@ def _cut(array: Array, layer: int, layers: int, head: int, heads: int) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _join(pieces: Seq[Array], axis: int) -> Array:
-    return jnp.concatenate(pieces, axis=axis)
+    # As integers: XLA on CPU joins bfloat16 by way of float32, which costs more and changes the bits of a NaN.
+    dtype = pieces[0].dtype
+    bits = jnp.dtype(f"uint{8 * dtype.itemsize}")
+    whole = jnp.concatenate([lax.bitcast_convert_type(piece, bits) for piece in pieces], axis=axis)
+    return lax.bitcast_convert_type(whole, dtype)
 
 
 def cut(copy: KVCopy, pieces: Seq[Piece]) -> list[tuple[Array, Array]]:

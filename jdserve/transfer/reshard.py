@@ -6,6 +6,7 @@ source boxes. Where the source repeats heads, the copies are taken in turn, so t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from jdserve.transfer.layout import KVLayout
@@ -67,13 +68,14 @@ def plan_pieces(source: KVLayout, destination: KVLayout) -> tuple[Piece, ...]:
     copies: dict[tuple[range, range], list[Shard]] = {}
     for shard in shards(source):
         copies.setdefault((shard.layers, shard.heads), []).append(shard)
-    for index, target in enumerate(shards(destination)):
-        for (layers, heads), holders in copies.items():
+    turns = {box: itertools.cycle(holders) for box, holders in copies.items()}
+    for target in shards(destination):
+        for (layers, heads), holders in turns.items():
             shared_layers = _overlap(layers, target.layers)
             shared_heads = _overlap(heads, target.heads)
             if not shared_layers or not shared_heads:
                 continue
-            holder = holders[index % len(holders)]
+            holder = next(holders)
             pieces.append(
                 Piece(
                     source=(holder.stage, holder.rank),
