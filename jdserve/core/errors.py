@@ -33,8 +33,10 @@ class RequestFailed(JdserveError):
     """The request was accepted and then failed inside the service; the message says where."""
 
 
-class InvalidPlan(JdserveError):
+class InvalidPlan(JdserveError, ValueError):
     """A plan, profile or model configuration that is refused.
+
+    A ValueError too, so that msgspec adds the place to one that is raised inside a larger document.
 
     Attributes:
         path: JSON path of the offending value, for example ``$.instances[0].tp``.

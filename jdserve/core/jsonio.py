@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,30 @@ def decode(data: bytes | str, type: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(data, type=type)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        match = _AT_PATH.match(str(error))
-        assert match is not None
-        raise InvalidPlan(match["path"] or "$", match["message"]) from None
+    except msgspec.DecodeError as error:
+        raise _refused(error) from None
+
+
+def convert(value: Mapping[str, Any], type: type[T]) -> T:
+    """Read an object that is already parsed as ``type``.
+
+    Raises:
+        InvalidPlan: as :func:`decode`.
+    """
+    try:
+        return msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        raise _refused(error) from None
+
+
+def _refused(error: msgspec.DecodeError) -> InvalidPlan:
+    match = _AT_PATH.match(str(error))
+    assert match is not None
+    path, message = match["path"] or "$", match["message"]
+    cause = error.__cause__
+    if isinstance(cause, InvalidPlan):  # a struct checked itself: its path starts where the struct stands
+        return InvalidPlan(path + cause.path.removeprefix("$"), message.removeprefix(f"{cause.path}: "))
+    return InvalidPlan(path, message)
 
 
 def encode(value: object) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from jdserve.core.errors import IllegalTransition, InvalidRequest
 
@@ -31,9 +32,9 @@ class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attainment: share of requests that must meet both, in (0, 1].
     """
 
-    ttft_s: float
-    tpot_s: float
-    attainment: float = 0.9
+    ttft_s: Annotated[float, Meta(gt=0)]
+    tpot_s: Annotated[float, Meta(gt=0)]
+    attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
 
     def met(self, ttft_s: float, tpot_s: float) -> bool:
         """True when a request with these latencies meets the objective jointly."""
@@ -118,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _bounded(name: str, value: float, low: float | None, high: float | None) -> None:
-    wrong = not math.isfinite(value)
+    wrong = isinstance(value, float) and not math.isfinite(value)  # an int may be too large for a float
     wrong = wrong or (low is not None and value < low) or (high is not None and value > high)
     if wrong:
         bound = f"between {low} and {high}" if high is not None else f"at least {low}"

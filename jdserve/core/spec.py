@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
+from msgspec import Meta
 
+from jdserve.core import jsonio
 from jdserve.core.errors import InvalidPlan
 
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Size = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
 
 LLAMA_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 """Architectures whose layers are those of LLaMA."""
@@ -63,39 +68,33 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InvalidPlan: a key is missing, or asks for something that the architecture here does not compute.
         """
-        architecture = (config.get("architectures") or ["?"])[0]
+        architecture = jsonio.convert(config, _Architectures).architectures[0]
         if architecture not in LLAMA_ARCHITECTURES:
             raise InvalidPlan(
                 "$.architectures", f"{architecture} is not supported; supported: {', '.join(LLAMA_ARCHITECTURES)}"
             )
-        refused = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-        for key, only in refused.items():
-            if config.get(key, only) != only:
-                raise InvalidPlan(f"$.{key}", f"only {only!r} is supported, got {config[key]!r}")
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        read = jsonio.convert(config, _Config)
+        for key, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+            if getattr(read, key) != only:
+                raise InvalidPlan(f"$.{key}", f"only {only!r} is supported, got {getattr(read, key)!r}")
+        eos = read.eos_token_id
+        return cls(
+            architecture=architecture,
+            layers=read.num_hidden_layers,
+            hidden=read.hidden_size,
+            ffn=read.intermediate_size,
+            heads=read.num_attention_heads,
+            kv_heads=read.num_key_value_heads or read.num_attention_heads,
+            head_dim=read.head_dim or read.hidden_size // read.num_attention_heads,
+            vocab=read.vocab_size,
             # Inside its window a sliding-window model computes plain causal attention.
-            context = min(int(config["max_position_embeddings"]), int(config.get("sliding_window") or 2**31))
-            eos: Any = config.get("eos_token_id")
-            eos_ids: list[int] = [] if eos is None else [int(eos)] if isinstance(eos, int) else list(eos)
-            return cls(
-                architecture=architecture,
-                layers=int(config["num_hidden_layers"]),
-                hidden=hidden,
-                ffn=int(config["intermediate_size"]),
-                heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                vocab=int(config["vocab_size"]),
-                context=context,
-                rope_theta=_rope_theta(config),
-                norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                bos=config.get("bos_token_id"),
-                eos=tuple(eos_ids),
-            )
-        except KeyError as error:
-            raise InvalidPlan(f"$.{error.args[0]}", "missing") from None
+            context=min(read.max_position_embeddings, read.sliding_window or read.max_position_embeddings),
+            rope_theta=_rope_theta(read),
+            norm_eps=read.rms_norm_eps,
+            tied_embeddings=read.tie_word_embeddings,
+            bos=read.bos_token_id,
+            eos=() if eos is None else (eos,) if isinstance(eos, int) else eos,
+        )
 
     @classmethod
     def read(cls, path: str | Path) -> ModelSpec:
@@ -178,15 +177,49 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.heads % tp == 0 and kv_fits and self.ffn % tp == 0
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
+class _Rope(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveFloat | None = None
+
+
+class _Architectures(msgspec.Struct):
+    architectures: Annotated[tuple[str, ...], Meta(min_length=1)]
+
+
+class _Config(_Architectures, kw_only=True):
+    """The keys of ``config.json`` that decide what is computed; the others do not matter here."""
+
+    num_hidden_layers: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    sliding_window: Size | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+def _rope_theta(config: _Config) -> float:
     """Base frequency, from the flat key or from ``rope_parameters`` (newer configs); scaled variants are refused."""
     for key in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(key)
-        if scaling is None:
+        rope: _Rope | None = getattr(config, key)
+        if rope is None:
             continue
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = rope.rope_type or rope.type or "default"
         if kind != "default":
             raise InvalidPlan(f"$.{key}", f"rotary scaling {kind!r} is not supported; supported: 'default'")
-        if "rope_theta" in scaling:
-            return float(scaling["rope_theta"])
-    return float(config.get("rope_theta", 10_000.0))
+        if rope.rope_theta is not None:
+            return rope.rope_theta
+    return config.rope_theta

@@ -75,12 +75,12 @@ class Buckets:
         return self.prompts + self.decodes + self.mixed
 
 
-def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """``first``, its doublings below ``last``, and ``last``."""
+def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """``first`` and its products by ``factor`` below ``last``, and ``last``."""
     values: list[int] = []
     while first < last:
         values.append(first)
-        first *= 2
+        first *= factor
     return (*values, last)
 
 
@@ -96,7 +96,7 @@ def buckets_for(plan: Plan, instance: Instance) -> Buckets:
         prompts = _prompt_shapes(longest, slots)
     else:
         slots = instance.max_num_seqs
-        decodes = tuple(StepShape(seqs=size) for size in powers_of_two(1, slots))
+        decodes = tuple(StepShape(seqs=size) for size in ladder(1, slots, 2))
     if isinstance(instance, ColocatedInstance):
         chunked = instance.mode == "chunked"
         prompts = _prompt_shapes(min(longest, instance.token_budget) if chunked else longest, slots)
@@ -107,12 +107,13 @@ def buckets_for(plan: Plan, instance: Instance) -> Buckets:
                 for size in sorted({min(8, slots), slots})
             )
     if isinstance(instance, PrefillInstance | DecodeInstance):
-        transfers = powers_of_two(1, pages_for(plan.max_model_len, plan.page_size))
+        transfers = ladder(1, pages_for(plan.max_model_len, plan.page_size), 2)
     return Buckets(prompts, decodes, mixed, transfers, slots)
 
 
 def _prompt_shapes(longest: int, slots: int) -> tuple[StepShape, ...]:
-    sizes = powers_of_two(min(MIN_LAUNCH_TOKENS, longest), longest)
+    # Wide steps: a prompt is cut to fit, so what lies between two sizes costs a launch more and not the padding.
+    sizes = ladder(min(MIN_LAUNCH_TOKENS, longest), longest, 4)
     return tuple(StepShape(size, max(1, min(slots, size // TOKENS_PER_SEGMENT))) for size in sizes)
 
 

@@ -59,7 +59,7 @@ def test_other_axes_must_divide(mesh, axis):
 
 
 def test_every_dimension_needs_a_name(mesh):
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         ShardingRules().sharding(mesh, ("heads",), (4, 4))
 
 
@@ -70,7 +70,8 @@ def test_rules_can_be_changed(mesh):
 
 def test_one_device_takes_any_size():
     mesh = instance_mesh(jax.devices()[:1])
-    assert ShardingRules().sharding(mesh, ("heads", "vocab"), (7, 5)).is_fully_replicated
+    for axis in ("vocab", "heads", "kv_heads", "mlp"):
+        assert ShardingRules().sharding(mesh, (axis, "embed"), (7, 5)).is_fully_replicated
 
 
 def test_replicated_gives_all_to_every_device(mesh):
