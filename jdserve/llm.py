@@ -12,12 +12,13 @@ import secrets
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from jdserve.core.errors import InvalidRequest, RequestFailed
+from jdserve.core.errors import InvalidRequest, Overloaded, RequestFailed
 from jdserve.core.plan import ColocatedInstance, HostedStage, Plan, Worker
 from jdserve.core.request import MAX_SEED, FinishReason, Request, SamplingParams
 from jdserve.core.spec import ModelSpec
@@ -125,6 +126,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or a parameter is out of its bounds; nothing has been generated.
             RequestFailed: a request failed while it ran.
+            Overloaded: the LLM is closed.
         """
         several = _several(prompts)
         given = params or SamplingParams()
@@ -139,7 +141,7 @@ class LLM:
         Leaving the iteration early (``aclose``) cancels the request.
 
         Raises:
-            InvalidRequest, RequestFailed: as :meth:`generate`.
+            InvalidRequest, RequestFailed, Overloaded: as :meth:`generate`.
         """
         here = asyncio.get_running_loop()
         pieces: asyncio.Queue[TextDelta | BaseException] = asyncio.Queue()
@@ -153,7 +155,7 @@ class LLM:
             except Exception as error:
                 here.call_soon_threadsafe(pieces.put_nowait, error)
 
-        task = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        task = self._submit(run())
         try:
             while True:
                 piece = await pieces.get()
@@ -216,7 +218,13 @@ class LLM:
         return Request(uuid.uuid4().hex, ids, params), TextStream(self.tokenizer, params, context=ids)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._submit(work).result()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise Overloaded("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

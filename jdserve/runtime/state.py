@@ -14,6 +14,9 @@ from jax import Array
 from jdserve.core.request import MAX_LOGIT_BIAS, Request
 from jdserve.ops.sampling import MAX_STOP_IDS, Leaf, SamplingRows, default_rows
 
+LEAST_TEMPERATURE = 1e-5
+"""Temperatures below are greedy."""
+
 
 class FixedState(NamedTuple):
     """Per-sequence state that no step changes: sampling parameters, and ``bool[slots + 1, V]`` of prompt tokens."""
@@ -87,7 +90,8 @@ def admission(
     stop_ids = (() if params.ignore_eos else eos) + params.stop_token_ids
     stops[: len(stop_ids)] = stop_ids
     sampling = SamplingRows(
-        temperature=np.float32(params.temperature),
+        # Below this, logits / temperature overflows float32; the draw would be greedy anyway.
+        temperature=np.float32(params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0),
         top_k=np.int32(min(params.top_k, vocab)),
         top_p=np.float32(params.top_p),
         min_p=np.float32(params.min_p),

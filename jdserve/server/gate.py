@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jdserve.runtime.progress import Progress
 from jdserve.server.answers import Health
-from jdserve.server.errors import RETRY_AFTER_S, ApiError
+from jdserve.server.errors import RETRY_AFTER_S, unavailable
 
 
 class Gate:
@@ -32,11 +32,10 @@ class Gate:
             await self._app(scope, receive, send)
             return
         progress = self._progress
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
         if scope.get("path") == "/health":
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
             health = Health("starting", progress.stage, progress.done)
             answer = Response(msgspec.json.encode(health), 503, headers, "application/json")
         else:
-            message = f"the server is starting ({progress.stage})"
-            answer = ApiError(503, message, type="server_error", headers=headers).response()
+            answer = unavailable(f"the server is starting ({progress.stage})").response()
         await answer(scope, receive, send)
