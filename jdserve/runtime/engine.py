@@ -219,9 +219,10 @@ class Engine:
                 self._fail(record, f"the server stopped before the request ended (drain timeout {timeout_s} s)")
 
     async def close(self) -> None:
-        """Stop every instance."""
+        """Stop every instance and give back its memory."""
         self.ready = False
-        for client in self._clients.values():
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await asyncio.to_thread(client.stop)
         if self._compilations is not None:
             self._compilations.close()
