@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from jdserve.core.errors import OutOfPages
 from jdserve.core.pages import NULL_PAGE, BlockTable, PagePool, block_hashes, pages_for
 
 PAGE = 2
-TOTAL = 6
+TOTAL = 4
 
 
 def state_of(pool: PagePool) -> tuple[object, ...]:
@@ -57,8 +67,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.owners[page] = 1
 
     # Two tokens only, so that prefixes meet often.
-    @rule(target=tables, tokens=st.lists(st.integers(0, 1), max_size=PAGE * 4), extra=st.integers(0, 3))
-    def reserve(self, tokens: list[int], extra: int) -> tuple[BlockTable, tuple[bytes, ...]]:
+    @rule(target=tables, tokens=st.lists(st.integers(0, 1), max_size=PAGE * 3), extra=st.integers(0, 2))
+    def reserve(self, tokens: list[int], extra: int) -> tuple[BlockTable, tuple[bytes, ...]] | MultipleResults[Any]:
         hashes = block_hashes(tokens, PAGE)
         count = len(hashes) + extra
         page_of = {value: page for page, value in self.content.items()}
@@ -74,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert not fits
             assert state_of(self.pool) == before
-            return BlockTable(()), ()
+            return multiple()
         assert fits
         assert len(table) == count
         assert table.shared == len(reused)
@@ -86,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.take(table.pages[table.shared :])
         return table, hashes
 
-    @rule(entry=tables, count=st.integers(0, 4))
+    @rule(entry=tables, count=st.integers(1, 3))
     def grow(self, entry: tuple[BlockTable, tuple[bytes, ...]], count: int) -> None:
         table, _ = entry
         before, pages = state_of(self.pool), table.pages
@@ -142,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert NULL_PAGE not in pool._free
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

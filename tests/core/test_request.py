@@ -25,6 +25,12 @@ from jdserve.core.request import (
 
 VOCAB = 100
 
+
+def only(field: str, value: Any) -> SamplingParams:
+    """Default parameters but for one field."""
+    return SamplingParams(**{field: value})
+
+
 LEGAL = {
     ("queued", "prefilling"),
     ("prefilling", "prefilled"),
@@ -85,7 +91,7 @@ def test_a_continued_request_may_generate_the_rest() -> None:
 def test_closed_bounds(field: str, low: float, high: float | None) -> None:
     step = 1 if isinstance(low, int) else 1e-6
     for value in (low, 10**400 if high is None else high):
-        SamplingParams(**{field: value}).validate(VOCAB)
+        only(field, value).validate(VOCAB)
     outside: list[float] = [low - step] if high is None else [low - step, high + step]
     if isinstance(low, float):
         outside += [math.nan, math.inf, -math.inf]
@@ -93,15 +99,15 @@ def test_closed_bounds(field: str, low: float, high: float | None) -> None:
         outside += [10**400, -(10**400)]
     bound = f"at least {low}" if high is None else f"between {low} and {high}"
     for value in outside:
-        refused(SamplingParams(**{field: value}), field, f"{field} must be {bound}, got {value}")
+        refused(only(field, value), field, f"{field} must be {bound}, got {value}")
 
 
 @pytest.mark.parametrize(("field", "high"), [("top_p", 1.0), ("repetition_penalty", 10.0)])
 def test_bounds_that_exclude_zero(field: str, high: float) -> None:
     for value in (5e-324, high):
-        SamplingParams(**{field: value}).validate(VOCAB)
+        only(field, value).validate(VOCAB)
     for value in (0.0, -1.0, high + 1e-6, math.nan, math.inf):
-        refused(SamplingParams(**{field: value}), field, f"{field} must be above 0 and at most {high:g}, got {value}")
+        refused(only(field, value), field, f"{field} must be above 0 and at most {high:g}, got {value}")
 
 
 def test_max_tokens_bounds_min_tokens() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime.harness import colocated, decode, plan_of, prefill
 
 from jdserve.policy.commands import Chunk, DecodeSeq
 from jdserve.runtime.buckets import Buckets, StepShape, buckets_for, cut_tokens, fitting, ladder, split
+from runtime.harness import colocated, decode, plan_of, prefill
 
 
 def chunks_of(counts: list[int]) -> list[Chunk]:

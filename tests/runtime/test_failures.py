@@ -6,6 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+
+from jdserve.core.errors import InvalidPlan, InvalidRequest, Overloaded
+from jdserve.core.plan import PrefillInstance
+from jdserve.models.checkpoint import LoadedModel
+from jdserve.runtime.engine import Engine
 from runtime.harness import (
     Breaking,
     Held,
@@ -21,11 +26,6 @@ from runtime.harness import (
     settled,
     until,
 )
-
-from jdserve.core.errors import InvalidPlan, InvalidRequest, Overloaded
-from jdserve.core.plan import PrefillInstance
-from jdserve.models.checkpoint import LoadedModel
-from jdserve.runtime.engine import Engine
 
 PD = plan_of(prefill(), decode())
 
@@ -180,9 +180,7 @@ def test_requests_that_end_with_prefill_move_no_kv(model: LoadedModel) -> None:
         assert none.prompt_logprobs is not None
         assert [entry.token for entry in none.prompt_logprobs] == list(prompt(20)[1:])
         assert stats(engine, "d0").transfers == 0
-        later = await answer(
-            engine, request("d", prompt(20), max_tokens=9, stop_token_ids=one.tokens, min_tokens=4)
-        )
+        later = await answer(engine, request("d", prompt(20), max_tokens=9, stop_token_ids=one.tokens, min_tokens=4))
         assert not set(later.tokens[:4]) & set(one.tokens)
         assert stats(engine, "d0").transfers == 1
 

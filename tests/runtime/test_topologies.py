@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
+from jdserve.core.plan import Plan
+from jdserve.core.request import Request
+from jdserve.models.checkpoint import LoadedModel
+from jdserve.policy.record import replay
 from runtime.harness import (
     Answer,
     answer,
@@ -18,11 +23,6 @@ from runtime.harness import (
     run,
     serve,
 )
-
-from jdserve.core.plan import Plan
-from jdserve.core.request import Request
-from jdserve.models.checkpoint import LoadedModel
-from jdserve.policy.record import replay
 
 SAMPLED = [
     {"temperature": 0.9, "seed": 11},
