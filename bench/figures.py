@@ -15,7 +15,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,6 +24,21 @@ import msgspec
 from rich.table import Table
 
 from jdserve.loadgen.metrics import Spread, spread
+
+LABELS = {
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+    "output_tokens_per_s": "output tokens/s",
+    "ttft_p50_s": "TTFT p50 ms",
+    "ttft_p90_s": "TTFT p90 ms",
+    "ttft_p99_s": "TTFT p99 ms",
+    "tpot_p50_s": "TPOT p50 ms",
+    "tpot_p90_s": "TPOT p90 ms",
+    "tpot_p99_s": "TPOT p99 ms",
+    "kv_transfer_share": "KV transfer share",
+    "peak_memory_bytes": "peak memory MiB",
+}
+"""How people read the names of the figures."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +99,15 @@ class Figures(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, runs: Iterable[Run]) -> Figures:
         """Medians over repetitions."""
-        return _combine(cls, lambda *values: median(values), *(cls.of_run(run) for run in runs))
+        rows = [msgspec.structs.asdict(cls.of_run(run)) for run in runs]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        medians: dict[str, Any] = {name: None if None in column else median(column) for name, column in columns.items()}
+        return cls(**medians)
 
-    def over(self, other: Figures) -> Ratios:
-        """Ratio of each figure to that of another system."""
-        return _combine(Ratios, lambda ours, theirs: ours / theirs, self, other)
-
-
-class Ratios(Figures, frozen=True):
-    """Figures of one system over those of another: no units."""
-
-
-def _combine(kind: type[Any], how: Callable[..., float], *figures: Figures) -> Any:
-    rows = zip(*(msgspec.structs.astuple(one) for one in figures), strict=True)
-    return kind(*(None if None in row else how(*row) for row in rows))
+    def over(self, other: Figures) -> dict[str, float | None]:
+        """Ratio of each figure to that of another system, None where one of them has none."""
+        pairs = {name: (mine, getattr(other, name)) for name, mine in msgspec.structs.asdict(self).items()}
+        return {name: None if None in pair else pair[0] / pair[1] for name, pair in pairs.items()}
 
 
 def _spread(values: Sequence[float]) -> Spread:
@@ -111,11 +121,10 @@ def table(title: str, ours: Figures, theirs: Figures | None, skipped: str) -> Ta
     rows = Table(title=title, caption=f"transformers {skipped}" if theirs is None else None)
     for column in ("", "jdserve", "transformers", "ratio"):
         rows.add_column(column, justify="right" if column else "left")
-    ratios = None if theirs is None else ours.over(theirs)
-    for name, mine in msgspec.structs.asdict(ours).items():
+    ratios = {} if theirs is None else ours.over(theirs)
+    for name, label in LABELS.items():
         other = "skipped" if theirs is None else _shown(name, getattr(theirs, name))
-        ratio = _shown("ratio", getattr(ratios, name, None))
-        rows.add_row(LABELS[name], _shown(name, mine), other, ratio)
+        rows.add_row(label, _shown(name, getattr(ours, name)), other, _shown("ratio", ratios.get(name)))
     return rows
 
 
@@ -123,9 +132,9 @@ def _shown(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name.endswith("_bytes"):
-        return f"{value / 2**20:,.0f} MiB"
+        return f"{value / 2**20:,.0f}"
     if name.endswith("_per_s"):
-        return f"{value:,.1f} /s"
+        return f"{value:,.1f}"
     if name.endswith("_s"):
-        return f"{value * 1e3:,.1f} ms"
+        return f"{value * 1e3:,.1f}"
     return f"{value:.2%}" if name.endswith("_share") else f"{value:.2f}"

@@ -2,19 +2,10 @@
 
     python bench/first_light.py [--quick] [--check] [--transformers-python PATH]
 
-The built-in model in float32, run as ``plans/quickstart.json`` says; prompts of 128 tokens of real text, greedy answers
-of 32 tokens. transformers does the same work as one batch, in a process of its own, turn and turn about with jdserve.
-A figure is the median over the repetitions; a percentile is taken within a repetition first; a ratio is ours over
-theirs. Each repetition salts the prefix cache anew, so every prompt is computed every time.
-
-With P prompt tokens and n answer tokens per request, c requests sent at time 0, request i's tokens at t_i1 .. t_in:
-
-- prefill tokens/s = c P / max t_i1
-- decode tokens/s = c (n - 1) / (max t_in - min t_i1); prompts still being computed in that time slow it down
-- output tokens/s = c n / max t_in
-- TTFT = t_i1; TPOT = (t_in - t_i1) / (n - 1)
-- KV transfer share = seconds from pull to landing, summed, over sum t_in
-- peak memory: most resident bytes of the process during a repetition
+The built-in model in float32, run as ``plans/quickstart.json`` says; prompts of 128 tokens of real text, all sent at
+once, and greedy answers of 32 tokens (16 where it must be quick). transformers does the same work as one batch, in a
+process of its own, turn and turn about with jdserve. Each repetition salts the prefix cache anew, so every prompt is
+computed every time. The figures are defined in ``figures.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +17,15 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from figures import Figures, Run, table
 from machine import describe, peak_memory, reset_peak_memory
 from rich.console import Console
 
@@ -52,14 +45,7 @@ PLAN = HERE.parent / "plans" / "quickstart.json"
 RESULTS = HERE / "results" / "first_light.json"
 
 PROMPT_TOKENS = 128
-ANSWER_TOKENS = 32
-WARM_UP_TOKENS = 2
 SEED = 0
-
-REPETITIONS = {1: 7, 8: 5, 32: 5}
-"""Repetitions by concurrency."""
-
-QUICK_REPETITIONS = {1: 3, 8: 1, 32: 1}
 
 NEAR_TIE = 1e-4
 """Two logits of the oracle closer than this share of the largest may change places: float32 sums differ by order."""
@@ -71,6 +57,27 @@ PEER_S = 900.0
 """Longest wait for an answer of the other process."""
 
 Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much is done.
+
+    Attributes:
+        answer_tokens: per request.
+        repetitions: by the number of requests at once.
+    """
+
+    answer_tokens: int
+    repetitions: Mapping[int, int]
+
+
+FULL = Work(32, {1: 7, 8: 5, 32: 3})
+QUICK = Work(16, {1: 3, 8: 1, 32: 1})
+
+
+HOLDS = "holds"
+NOT_CHECKED = "not checked: there is no transformers to compare with"
 
 
 class BenchFailed(Exception):
@@ -114,12 +121,15 @@ class Ours:
             except JdserveError as error:
                 problem = str(error)
             if problem is not None or len(answer) != tokens:
-                raise BenchFailed(f"request {request.id} gave {len(answer)} of {tokens} tokens: {problem}")
+                raise BenchFailed(
+                    f"completed does not hold: request {request.id} gave {len(answer)} of {tokens} tokens: {problem}"
+                )
             return times, answer
 
         done = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
         transfer_s = self.engine.stats().transfers.seconds - before
-        return Run([times for times, _ in done], [answer for _, answer in done], peak_memory(), transfer_s)
+        times, answers = zip(*done, strict=True)
+        return Run(PROMPT_TOKENS, times, answers, peak_memory(), transfer_s)
 
     async def unconserved(self) -> str:
         """What is wrong with the page pools of the idle engine, empty where nothing is."""
@@ -166,7 +176,7 @@ class Theirs:
         reply = await self._ask(op="generate", prompts=prompts, tokens=tokens)
         if len(reply["steps"]) != tokens or any(len(answer) != tokens for answer in reply["tokens"]):
             raise BenchFailed(f"transformers gave {len(reply['steps'])} of {tokens} tokens")
-        return Run([reply["steps"]] * len(prompts), reply["tokens"], reply["peak"])
+        return Run(PROMPT_TOKENS, [reply["steps"]] * len(prompts), reply["tokens"], reply["peak"])
 
     async def disagreements(self, answers: Sequence[tuple[Prompt, Prompt]]) -> list[str]:
         """Answers whose first token that is not the oracle's is no near tie."""
@@ -196,22 +206,22 @@ async def _answer(child: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 async def measure(
-    ours: Ours, theirs: Theirs | None, prompts: Sequence[Prompt], repetitions: dict[int, int]
+    ours: Ours, theirs: Theirs | None, prompts: Sequence[Prompt], work: Work
 ) -> dict[int, tuple[list[Run], list[Run]]]:
-    """Runs of both by concurrency, in turn; each concurrency is warmed up first."""
+    """Runs of both by the number of requests at once, in turn, after one request that counts for nothing."""
+    systems: list[Ours | Theirs] = [ours] if theirs is None else [ours, theirs]
+    for system in systems:
+        await system.run(prompts[:1], work.answer_tokens)
     measured: dict[int, tuple[list[Run], list[Run]]] = {}
-    for requests, count in repetitions.items():
-        systems: list[Ours | Theirs] = [ours] if theirs is None else [ours, theirs]
-        for system in systems:
-            await system.run(prompts[:requests], WARM_UP_TOKENS)
+    for requests, count in work.repetitions.items():
         runs = measured[requests] = ([], [])
         for _ in range(count):
             for system, kept in zip(systems, runs, strict=False):
-                kept.append(await system.run(prompts[:requests], ANSWER_TOKENS))
+                kept.append(await system.run(prompts[:requests], work.answer_tokens))
     return measured
 
 
-async def bench(python: str, repetitions: dict[int, int]) -> dict[str, Any]:
+async def bench(python: str, work: Work) -> dict[str, Any]:
     """Everything that is reported.
 
     Raises:
@@ -220,10 +230,8 @@ async def bench(python: str, repetitions: dict[int, int]) -> dict[str, Any]:
     """
     plan = jsonio.read(PLAN, Plan)
     model = resolve(plan.model)
-    prompts = [
-        tuple(prompt)
-        for prompt in cut(encode(model.tokenizer_path, read_text()), [PROMPT_TOKENS] * max(repetitions), SEED)
-    ]
+    text = encode(model.tokenizer_path, read_text())
+    prompts = [tuple(prompt) for prompt in cut(text, [PROMPT_TOKENS] * max(work.repetitions), SEED)]
     engine = make_engine(plan, model.spec, jax_executors(plan, model, Progress()))
     async with Theirs.started(python, default_model.fetch()) as peer:
         theirs = None if peer.missing else peer
@@ -232,21 +240,17 @@ async def bench(python: str, repetitions: dict[int, int]) -> dict[str, Any]:
         ready_s = time.perf_counter() - started
         try:
             ours = Ours(engine)
-            measured = await measure(ours, theirs, prompts, repetitions)
-            failures = await check(ours, theirs, prompts, measured)
+            measured = await measure(ours, theirs, prompts, work)
+            checks = await check(ours, theirs, prompts, measured)
         finally:
             await engine.close()
     skipped = f"skipped: missing {', '.join(peer.missing)}" if peer.missing else None
     return {
         "bench": "first_light",
         "setting": setting(plan, ready_s, skipped or peer.facts),
-        "work": {
-            "prompt_tokens": PROMPT_TOKENS,
-            "answer_tokens": ANSWER_TOKENS,
-            "repetitions": {str(requests): count for requests, count in repetitions.items()},
-        },
-        "at_once": {str(requests): compare(*runs, skipped) for requests, runs in measured.items()},
-        "checks": failures,
+        "work": {"prompt_tokens": PROMPT_TOKENS, **asdict(work)},
+        "at_once": {requests: compare(*runs, skipped) for requests, runs in measured.items()},
+        "checks": checks,
     }
 
 
@@ -271,10 +275,19 @@ def setting(plan: Plan, ready_s: float, peer: Any) -> dict[str, Any]:
     }
 
 
+def compare(ours: Sequence[Run], theirs: Sequence[Run], skipped: str | None) -> dict[str, Any]:
+    """Figures of both, and their ratios (ours / theirs)."""
+    mine = Figures.of(ours)
+    if skipped is not None:
+        return {"jdserve": mine, "transformers": skipped, "ratio": None}
+    other = Figures.of(theirs)
+    return {"jdserve": mine, "transformers": other, "ratio": mine.over(other)}
+
+
 async def check(
     ours: Ours, theirs: Theirs | None, prompts: Sequence[Prompt], measured: dict[int, tuple[list[Run], list[Run]]]
-) -> dict[str, str | None]:
-    """What was asked of the run: None where it holds, else why it does not (or why nobody knows)."""
+) -> dict[str, str]:
+    """Whether what was asked of the run holds: ``HOLDS``, ``NOT_CHECKED``, or why it does not."""
     recompiled = ours.engine.stats().recompilations
     answers = {
         (prompt, tuple(tokens))
@@ -282,24 +295,29 @@ async def check(
         for run in mine
         for prompt, tokens in zip(prompts, run.tokens, strict=False)
     }
-    if theirs is None:
-        disagree = NOT_CHECKED
-    else:
-        disagree = "; ".join(await theirs.disagreements(sorted(answers)))
+    disagree = NOT_CHECKED if theirs is None else "; ".join(await theirs.disagreements(sorted(answers)))
     return {
-        "completed": None,  # a run that is not raises
-        "recompilations": f"{recompiled} programs compiled after ready" if recompiled else None,
-        "pages": await ours.unconserved() or None,
-        "greedy": disagree or None,
+        "completed": HOLDS,  # a request that does not end with all its tokens raises
+        "recompilations": f"{recompiled} programs compiled after ready" if recompiled else HOLDS,
+        "pages": await ours.unconserved() or HOLDS,
+        "greedy": disagree or HOLDS,
     }
 
 
-NOT_CHECKED = "not checked: there is no transformers to compare with"
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the figures and the checks."""
+    for requests, sides in report["at_once"].items():
+        title = f"{requests} at once, median of {report['work']['repetitions'][requests]}"
+        theirs = sides["transformers"]
+        skipped = isinstance(theirs, str)
+        console.print(table(title, sides["jdserve"], None if skipped else theirs, theirs if skipped else ""))
+    for name, said in report["checks"].items():
+        console.print(f"{name}: {said}", highlight=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="One prefill and one decode instance beside transformers.")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--quick", action="store_true", help="shorter answers, fewer repetitions")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless everything asked of the run holds")
     parser.add_argument(
         "--transformers-python",
@@ -311,15 +329,15 @@ def main() -> int:
     if shutil.which(options.transformers_python) is None:
         parser.error(f"--transformers-python: there is no program {options.transformers_python}")
     try:
-        report = asyncio.run(bench(options.transformers_python, QUICK_REPETITIONS if options.quick else REPETITIONS))
-    except BenchFailed as error:
-        print(f"completed: {error}", file=sys.stderr)
+        report = asyncio.run(bench(options.transformers_python, QUICK if options.quick else FULL))
+    except (BenchFailed, JdserveError) as error:
+        print(error, file=sys.stderr)
         return 1
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_bytes(jsonio.encode(report))
     show(report, Console())
     print(msgspec.json.encode(report).decode())
-    broken = [name for name, problem in report["checks"].items() if problem not in (None, NOT_CHECKED)]
+    broken = [name for name, said in report["checks"].items() if said not in (HOLDS, NOT_CHECKED)]
     if options.check and broken:
         print(f"does not hold: {', '.join(broken)}", file=sys.stderr)
         return 1

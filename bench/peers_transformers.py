@@ -35,7 +35,7 @@ SCORED_AT_A_TIME = 8
 
 
 def load(file: Path) -> LlamaForCausalLM:
-    """The model of a LLaMA GGUF file, weights rounded to bfloat16 (as a converted checkpoint holds them), in float32."""
+    """The model of a LLaMA GGUF file, weights rounded to bfloat16 as jdserve stores them, in float32."""
     import gguf
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

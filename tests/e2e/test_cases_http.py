@@ -283,15 +283,14 @@ def raw_request(api: Api, body: dict[str, Any]) -> socket.socket:
 
 def test_can_01_a_closed_socket_ends_the_work(api: Api) -> None:
     many = {"prompt": [5, 6, 7], "n": 64, "max_tokens": CONTEXT - 3, "stream": True}
-    before = api.metric("generation_tokens_total")
+    pulled = api.metric("kv_transfers_total")
     with api.counting("requests_total", 1, outcome="aborted"), api.counting("requests_total", 0, outcome="ok"):
         with raw_request(api, many) as connection:
             seen = b""
             while seen.count(b"data: ") < 2:
                 seen += connection.recv(4096)
         api.settle()
-        until(lambda: api.metric("requests_total", outcome="aborted") > 0, "counted as aborted")
-    assert api.metric("generation_tokens_total") - before < 64 * (CONTEXT - 3) / 2
+    assert api.metric("kv_transfers_total") - pulled < 32, "most of the samples never came to decode"
     assert api.complete("fine", max_tokens=4).status_code == 200
 
 

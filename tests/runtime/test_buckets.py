@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,14 +45,14 @@ def test_a_step_is_cut_into_legal_launches(kind: str, counts: list[int], seqs: i
     for whole in chunks_of(counts):
         parts = computed[whole.request_id]
         assert parts[0].start == whole.start
-        assert all(one.start + one.count == other.start for one, other in zip(parts, parts[1:], strict=False))
+        assert all(one.start + one.count == other.start for one, other in itertools.pairwise(parts))
         assert sum(part.count for part in parts) == whole.count
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [whole.last]
 
 
 def test_riders_share_the_first_launch_where_a_mixed_program_exists() -> None:
     mixed = split(buckets("chunked"), chunks_of([40, 100]), seqs_of(3))
-    assert [len(launch.decodes) for launch in mixed][0] == 3
+    assert len(mixed[0].decodes) == 3
     assert mixed[0].shape.tokens > 0
     apart = split(buckets("first"), chunks_of([20]), seqs_of(3))
     assert [(launch.shape.tokens > 0, launch.shape.seqs) for launch in apart] == [(False, 4), (True, 0)]

@@ -82,9 +82,9 @@ def test_every_topology_gives_the_tokens_of_one_device(
 ) -> None:
     ours = serve(model, TOPOLOGIES[name], workload(), record=tmp_path)
     same(ours, alone)
-    for answer in ours:
-        assert len(answer.tokens) == 20
-        assert answer.cached_tokens == 0  # moved KV is no cache hit
+    for one in ours:
+        assert len(one.tokens) == 20
+        assert one.cached_tokens == 0  # moved KV is no cache hit
     logs = sorted(tmp_path.glob("*.jsonl"))
     assert len(logs) == len(TOPOLOGIES[name].instances) + 1
     for log in logs:
