@@ -141,6 +141,15 @@ def test_exit_code_one_when_nothing_was_answered(tokenizing):
     assert call("--url", tokenizing.url, "--num-requests", 2, *FIXED) == 1
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own SIGINT handler: a shell that runs the tests in the background has the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_reports_what_was_done(tokenizing, tmp_path):
     answered = asyncio.Semaphore(0)
 
