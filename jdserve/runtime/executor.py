@@ -182,7 +182,8 @@ class JaxExecutor:
             self._programs[shape] = lowered.compile()
             jax.block_until_ready(self._run(shape, inputs))
             progress((index + 1) / (len(shapes) + 1))
-        self._admit_row(Request("", (0,), SamplingParams()), (), self._buckets.slots)
+        # The dummy slot stays greedy: otherwise every padded batch would draw noise for all of its rows.
+        self._admit_row(Request("", (0,), SamplingParams(temperature=0.0)), (), self._buckets.slots)
         jax.block_until_ready(self._pool)
         progress(1.0)
 
