@@ -176,7 +176,11 @@ class Scheduler(ABC):
         del self._runs[request_id]
         return [Release(request_id)]
 
-    def _cancel_running(self, request_id: str, commands: list[Command]) -> None:
+    def _cancel(self, request_id: str, commands: list[Command]) -> None:
+        """End a sequence that is queued or running; unknown ids are ignored."""
+        queued = self._queue.pop(request_id, None)
+        if queued is not None:
+            commands += self._end(queued)
         held = self._running.pop(request_id, None)
         if held is None:
             return

@@ -45,10 +45,7 @@ class ColocatedScheduler(Scheduler):
             case Arrived():
                 self._arrived(event, commands)
             case Cancelled():
-                queued = self._queue.pop(event.request_id, None)
-                if queued is not None:
-                    commands += self._end(queued)
-                self._cancel_running(event.request_id, commands)
+                self._cancel(event.request_id, commands)
             case StepDone():
                 self._step_done(event, commands)
             case _:

@@ -150,12 +150,9 @@ class DecodeScheduler(Scheduler):
             commands += self._end(held, State.QUEUED)  # the router has it prefilled again
 
     def _cancelled(self, request_id: str, commands: list[Command]) -> None:
-        queued = self._queue.pop(request_id, None)
-        if queued is not None:
-            commands += self._end(queued)
-        elif request_id in self._pulling:
+        if request_id in self._pulling:
             self._pulling[request_id].cancelled = True  # the pull writes its pages until it ends
-        self._cancel_running(request_id, commands)
+        self._cancel(request_id, commands)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
         self._step_ended(event)

@@ -96,13 +96,11 @@ class Preempted(_Event, frozen=True):
         request_id: of the request.
         prompt_tokens: tokens to prefill now: prompt and all generated tokens.
         max_new_tokens: tokens that may still be generated.
-        prefix: as in Arrived, over the longer prompt.
     """
 
     request_id: str
     prompt_tokens: int
     max_new_tokens: int
-    prefix: tuple[bytes, ...] = ()
 
 
 class Finished(_Event, frozen=True):

@@ -70,10 +70,7 @@ class PrefillScheduler(Scheduler):
         self._enqueue(held)
 
     def _cancelled(self, request_id: str, commands: list[Command]) -> None:
-        queued = self._queue.pop(request_id, None)
-        if queued is not None:
-            commands += self._end(queued)
-        self._cancel_running(request_id, commands)
+        self._cancel(request_id, commands)
         self._drop_parked(request_id, commands)
 
     def _drop_parked(self, request_id: str, commands: list[Command]) -> None:

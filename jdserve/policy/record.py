@@ -77,26 +77,29 @@ class Recorder:
     """A machine that keeps the log of another one. An event that the machine refuses is not logged.
 
     Attributes:
-        entries: the log so far.
+        entries: the log so far; empty unless it is kept.
 
     Args:
         machine: takes the events; fresh, so that the log starts at its beginning.
         header: what ``machine`` was built from.
         file: also gets the log as JSON lines, each one complete when ``handle`` returns.
+        keep: keep the log in memory; a server that runs for weeks has its file.
     """
 
-    def __init__(self, machine: Machine, header: Header, file: TextIO | None = None) -> None:
+    def __init__(self, machine: Machine, header: Header, file: TextIO | None = None, *, keep: bool = True) -> None:
         self.entries: list[Entry] = []
         self._machine = machine
         self._header = header
         self._file = file
+        self._keep = keep
         self._write(header)
 
     def handle(self, event: Event, now: int) -> list[Command]:
         """What the machine says to ``event`` at ``now`` (nanoseconds)."""
         commands = self._machine.handle(event, now)
         entry = Entry(now, event, tuple(commands))
-        self.entries.append(entry)
+        if self._keep:
+            self.entries.append(entry)
         self._write(entry)
         return commands
 

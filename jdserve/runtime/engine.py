@@ -183,7 +183,7 @@ class Engine:
         self._records[request.id] = record
         self._idle.clear()
         try:
-            self._tell(Arrived(request.id, len(request.prompt), request.params.max_tokens, self._prefix(record)))
+            self._tell(Arrived(request.id, len(request.prompt), request.params.max_tokens))
             while True:
                 news = await record.news.get()
                 if isinstance(news, JdserveError):
@@ -296,7 +296,7 @@ class Engine:
             record = self._runs.get(run_id)
             if record is not None:
                 tokens = len(record.request.prompt) + len(record.tokens)
-                self._tell(Preempted(record.request.id, tokens, record.remaining, self._prefix(record)))
+                self._tell(Preempted(record.request.id, tokens, record.remaining))
         for failed in report.pull_failed:
             record = self._runs.get(failed.request_id)
             if record is not None:

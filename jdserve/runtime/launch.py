@@ -21,7 +21,7 @@ from jdserve.models.checkpoint import LoadedModel
 from jdserve.models.load import Place, load_params
 from jdserve.models.skeleton import Skeleton
 from jdserve.policy.base import Machine
-from jdserve.policy.build import RouterConfig, machine_for, machine_of
+from jdserve.policy.build import RouterConfig, machine_for, router_for
 from jdserve.policy.record import Header, Recorder
 from jdserve.runtime.client import EngineClient
 from jdserve.runtime.engine import Engine
@@ -69,7 +69,7 @@ def make_engine(
         return _start_instances(plan, spec, make_executor, report, progress, record)
 
     config = RouterConfig.of(plan)
-    router = _recorded(machine_of(config, plan.page_size), config, plan, record, "router")
+    router = _recorded(router_for(plan), config, plan, record, "router")
     return Engine(plan, spec, router, connect, progress)
 
 
@@ -176,4 +176,4 @@ def _recorded(
         return machine
     record.mkdir(parents=True, exist_ok=True)
     file = (record / f"{name}.jsonl").open("w", buffering=1)
-    return Recorder(machine, Header(config, plan.page_size), file)
+    return Recorder(machine, Header(config, plan.page_size), file, keep=False)

@@ -5,85 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from jdserve.core.request import Request
 from jdserve.core.spec import ModelSpec
-from jdserve.runtime.outputs import TokenOutput
-
-
-class Progress(Protocol):
-    """How far start-up has come: the stage, its share done in [0, 1] where known, and what broke it."""
-
-    @property
-    def stage(self) -> str: ...
-
-    @property
-    def done(self) -> float | None: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class InstanceStats(Protocol):
-    """State of one instance, for the metrics page. ``preemptions`` only grows, the other numbers are of now."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def parked(self) -> int: ...
-
-    @property
-    def pages_total(self) -> int: ...
-
-    @property
-    def pages_free(self) -> int: ...
-
-    @property
-    def pages_owned(self) -> int: ...
-
-    @property
-    def pages_cached(self) -> int: ...
-
-    @property
-    def preemptions(self) -> int: ...
-
-
-class TransferStats(Protocol):
-    """KV transfers since the start: how many landed, their bytes, and the seconds they took together."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class EngineStats(Protocol):
-    """State of the whole engine; ``recompilations`` counts compilations after it was ready."""
-
-    @property
-    def instances(self) -> Sequence[InstanceStats]: ...
-
-    @property
-    def transfers(self) -> TransferStats: ...
-
-    @property
-    def recompilations(self) -> int: ...
+from jdserve.runtime.outputs import EngineStats, TokenOutput
+from jdserve.runtime.progress import Progress
 
 
 class TextEngine(Protocol):

@@ -153,7 +153,7 @@ async def _start(options: Options, plan: Plan, progress: Progress) -> tuple[Engi
     engine = make_engine(plan, model.spec, executors, progress, options.record)
     await engine.start()
     name = options.served_name or model.name
-    return engine, create_app(engine, tokenizer, name, drain_timeout_s=options.drain_timeout_s), name
+    return engine, create_app(engine, tokenizer, name), name
 
 
 def _told(error: BaseException) -> str:

@@ -264,7 +264,7 @@ class Harness:
                 self.preemptions += 1
                 if isinstance(site.instance, DecodeInstance):
                     tokens, left = ticket.prompt_tokens + ticket.emitted, ticket.max_new_tokens - ticket.emitted
-                    self._inbox.append(("router", Preempted(ticket.id, tokens, left, ticket.prefix)))
+                    self._inbox.append(("router", Preempted(ticket.id, tokens, left)))
                 else:
                     self._give_back(name, site, ticket.id)
             case Release():

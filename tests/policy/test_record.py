@@ -44,7 +44,7 @@ EVENTS: tuple[Event, ...] = (
     KVLanded("a"),
     PullFailed("a", "why"),
     LeaseExpired("a"),
-    Preempted("a", 3, 4, (b"\x80",)),
+    Preempted("a", 3, 4),
     Finished("a"),
     PeerFailed("p"),
     PeerJoined("p"),
