@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from runtime.harness import decode, plan_of, prefill
 
 from jdserve.models.checkpoint import LoadedModel
 from jdserve.runtime.launch import jax_executors
 from jdserve.runtime.progress import Progress
+from runtime.harness import decode, plan_of, prefill
 
 
 def test_padding_rows_ask_for_nothing(model: LoadedModel) -> None:
