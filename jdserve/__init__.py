@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jdserve.core.version import VERSION
+
 if TYPE_CHECKING:
     from jdserve.core.plan import Plan
     from jdserve.core.profile import Profile
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from jdserve.core.spec import ModelSpec
     from jdserve.llm import LLM, Completion
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "LLM": "jdserve.llm",

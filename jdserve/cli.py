@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jdserve import __version__
 from jdserve.core import jsonio
-from jdserve.core.plan import Plan
+from jdserve.core.errors import JdserveError
+from jdserve.core.plan import Addition, Plan
 from jdserve.core.profile import Profile
 from jdserve.loadgen import bench
 from jdserve.policy.record import replay
 from jdserve.server import __main__ as server
 
-SCHEMAS = {"plan": Plan, "profile": Profile}
+SCHEMAS = {"plan": Plan, "profile": Profile, "instance": Addition}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = commands.add_parser("replay", help="feed recorded event logs to fresh schedulers and compare")
     again.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="file written under --record")
     again.set_defaults(run=_replay)
+
+    drain = commands.add_parser("drain", help="empty an instance of a running server and end it, losing no request")
+    drain.add_argument("instance", metavar="INSTANCE", help="its name in the plan")
+    _add_server(drain)
+    drain.set_defaults(run=_drain)
+
+    grow = commands.add_parser("add", help="start one more instance on a running server")
+    grow.add_argument("file", type=Path, metavar="INSTANCE_JSON", help="see `jdserve schema instance`")
+    _add_server(grow)
+    grow.set_defaults(run=_grow)
 
     schema = commands.add_parser("schema", help="print the JSON Schema of a file format")
     schema.add_argument("format", choices=sorted(SCHEMAS))
@@ -59,6 +71,50 @@ def _replay(args: argparse.Namespace) -> int:
         code = 1
         print(f"{path}: event {result.differs_at} differs\n  log:    {result.recorded}\n  replay: {result.replayed}")
     return code
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port of a server on this machine")
+    parser.add_argument(
+        "--control", metavar="HOST:PORT", help="where it listens for workers, for one on another machine"
+    )
+    parser.add_argument("--secret-file", type=Path, help="with --control: file with its secret")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait until it is done")
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from jdserve.runtime import wire
+
+    return _operate(args, lambda: wire.Drain(args.instance), f"{args.instance} is drained and gone")
+
+
+def _grow(args: argparse.Namespace) -> int:
+    from jdserve.runtime import wire
+
+    def message() -> wire.Add:
+        addition = jsonio.read(args.file, Addition)
+        return wire.Add(addition.instance, addition.worker)
+
+    return _operate(args, message, "the instance takes work")
+
+
+def _operate(args: argparse.Namespace, message: Callable[[], Any], done: str) -> int:
+    from jdserve.runtime.operator import ask, find
+
+    try:
+        if (args.control is None) != (args.secret_file is None):
+            raise ValueError("--control and --secret-file go together")
+        if args.control is None:
+            meeting = find(args.port)
+            control, secret = meeting.control, meeting.secret
+        else:
+            control, secret = args.control, args.secret_file.read_text().strip()
+        ask(control, secret, message(), args.timeout)
+    except (JdserveError, OSError, ValueError) as error:
+        print(f"jdserve: {error}", file=sys.stderr)
+        return 1
+    print(done)
+    return 0
 
 
 def _schema(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.monitoring
-from jax._src import xla_bridge
+from jax._src import distributed, xla_bridge
 
 Device: TypeAlias = Any
 """A device of jax, whose class has no public type."""
@@ -30,6 +30,15 @@ def keep_compilations(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_compilations_here() -> None:
+    """Have this process of a ``jax.distributed`` world keep its compilations too, once jax's devices are up.
+
+    jax lets the first process do so alone, for the sake of file systems that dislike several writers; but stages of a
+    pipeline are different programs, and a process that restarts must not compile all of its own again.
+    """
+    distributed.global_state.process_id = 0
 
 
 class CompilationCounter:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "jdserve"
 DEVICE = {"ops": 2, "sharding": 2, "models": 3, "transfer": 3, "runtime": 4, "server": 5}
 MODEL = {"cost": 2, "sim": 3, "placement": 4}
 SHARED = {"core": 0, "policy": 1}
-ROOF = {"__init__", "cli", "llm"}
+ROOF = {"__init__", "cli", "llm", "worker"}
 LEAF = {"compat"}
 """Knows jax and nothing of ours; for the device tower only."""
 

@@ -24,6 +24,8 @@ from jdserve.core.steptime import StepTime
 
 PLAN_VERSION = 1
 
+LOCALHOST = "localhost"
+
 Positive = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
 
@@ -97,6 +99,10 @@ class ColocatedInstance(_Instance, frozen=True, kw_only=True, tag="colocated"):
 
 Instance = PrefillInstance | DecodeInstance | ColocatedInstance
 
+Platform = Literal["auto", "cpu", "gpu", "tpu"]
+
+TransportKind = Literal["local", "shm", "pull", "device_put"]
+
 Role = Literal["prefill", "decode", "colocated"]
 
 
@@ -131,12 +137,34 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: unique in the plan.
         stages: what it hosts.
-        host: name or address of the machine.
+        host: name or address of the machine; KV is offered on this address, so it must be a private one.
     """
 
     name: Name
     stages: Annotated[tuple[HostedStage, ...], Meta(min_length=1)]
-    host: str = "localhost"
+    host: Annotated[str, Meta(min_length=1)] = LOCALHOST
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Names of the instances that live here, wholly or in part."""
+        return tuple(dict.fromkeys(hosted.instance for hosted in self.stages))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All device ids, ascending: the order in which jax numbers them inside the process."""
+        return tuple(sorted(device for hosted in self.stages for device in hosted.devices))
+
+
+class Addition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One more instance for a running server.
+
+    Attributes:
+        instance: its plan.
+        worker: a process of its own for it, which hosts nothing else.
+    """
+
+    instance: Instance
+    worker: Worker
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,7 +177,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         page_size: token positions per page, the same on every instance.
         max_model_len: most tokens (prompt and output) of one request.
         slo: latency objective the plan was made for.
-        transport: how KV moves between instances; ``local`` needs them in one process.
+        transport: how KV moves between workers. ``auto`` takes ``shm`` between CPU workers of one host and ``pull``
+            otherwise; ``device_put`` makes one prefill and one decode worker a lockstep unit; ``local`` says that there
+            is one worker. Inside a worker it is always ``local``.
+        transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
+        platform: what the devices are; ``auto`` lets the machine of the server say.
+        max_open_requests: requests that are open at a time; more are refused at the door.
         instances, workers: who serves, and where.
     """
 
@@ -159,7 +192,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     page_size: Positive = 16
     max_model_len: Positive
     slo: SLO | None = None
-    transport: Literal["local"] = "local"
+    transport: Literal["auto", "local", "shm", "pull", "device_put"] = "auto"
+    transfer_checksums: bool = False
+    platform: Platform = "auto"
+    max_open_requests: Positive = 1024
     instances: Annotated[tuple[Instance, ...], Meta(min_length=1)]
     workers: Annotated[tuple[Worker, ...], Meta(min_length=1)]
 
@@ -193,6 +229,60 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The instance called ``name``."""
         return next(instance for instance in self.instances if instance.name == name)
 
+    def worker(self, name: str) -> Worker:
+        """The worker called ``name``."""
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def workers_of(self, name: str) -> tuple[Worker, ...]:
+        """Workers that host instance ``name`` or a part of it; the first one leads it."""
+        hosts = {
+            hosted.stage: worker
+            for worker in reversed(self.workers)
+            for hosted in worker.stages
+            if hosted.instance == name
+        }
+        lead = [hosts[stage] for stage in sorted(hosts)]
+        rest = [worker for worker in self.workers if name in worker.instances]
+        return tuple({worker.name: worker for worker in (*lead, *rest)}.values())
+
+    def processes(self, name: str) -> tuple[int, ...]:
+        """For each device of instance ``name``, stage by stage in mesh order, the index of its worker in
+        :meth:`workers_of`; empty where one worker has them all."""
+        workers = self.workers_of(name)
+        if len(workers) == 1:
+            return ()
+        return tuple(
+            workers.index(worker)
+            for stage in range(self.instance(name).pp)
+            for worker in self.workers
+            for hosted in worker.stages
+            if hosted.instance == name and hosted.stage == stage
+            for _ in hosted.devices
+        )
+
+    def transport_between(self, source: str, destination: str) -> TransportKind:
+        """How KV moves from prefill instance ``source`` to decode instance ``destination``."""
+        there, here = self.workers_of(source), self.workers_of(destination)
+        if there == here and len(here) == 1:
+            return "local"
+        if self.transport in ("shm", "pull", "device_put"):
+            return self.transport
+        one_host = len({worker.host for worker in (*there, *here)}) == 1
+        alone = len(there) == len(here) == 1
+        return "shm" if one_host and alone and self.platform == "cpu" else "pull"
+
+    def without(self, name: str) -> Plan:
+        """The plan after instance ``name`` has left, and the workers that hosted nothing else; not checked."""
+        parts = [
+            msgspec.structs.replace(worker, stages=tuple(part for part in worker.stages if part.instance != name))
+            for worker in self.workers
+        ]
+        return msgspec.structs.replace(
+            self,
+            instances=tuple(instance for instance in self.instances if instance.name != name),
+            workers=tuple(worker for worker in parts if worker.stages),
+        )
+
     def devices(self, name: str, stage: int = 0) -> tuple[tuple[str, int], ...]:
         """(host, device id) of each device of a stage of instance ``name``, in mesh order."""
         return tuple(
@@ -214,6 +304,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         self._check_roles()
         self._check_pages()
         self._check_devices()
+        self._check_transport()
+        self._check_spanning()
         if spec is None:
             return
         if self.max_model_len > spec.context:
@@ -242,6 +334,56 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     f"$.instances[{index}].token_budget",
                     f"{instance.token_budget} is below max_num_seqs {instance.max_num_seqs}: a full batch could not"
                     " decode",
+                )
+
+    def _check_transport(self) -> None:
+        several = len(self.workers) > 1
+        if self.transport == "local" and several:
+            raise InvalidPlan("$.transport", f"local needs one worker, there are {len(self.workers)}")
+        hosts = {worker.host for worker in self.workers}
+        if self.transport == "shm" and len(hosts) > 1:
+            raise InvalidPlan("$.transport", f"shm needs all workers on one host, there are {', '.join(sorted(hosts))}")
+        if self.transport == "shm" and self.platform in ("gpu", "tpu"):
+            raise InvalidPlan("$.transport", f"shm moves the memory of CPU devices, the platform is {self.platform}")
+        if self.transport == "device_put":
+            roles = sorted(role_of(instance) for instance in self.instances)
+            if roles != ["decode", "prefill"] or len(self.workers) != 2:
+                raise InvalidPlan(
+                    "$.transport", "device_put needs one prefill and one decode instance, in one worker each"
+                )
+
+    def _check_spanning(self) -> None:
+        """What an instance that spans workers cannot do."""
+        for index, instance in enumerate(self.instances):
+            path, name = f"$.instances[{index}]", instance.name
+            workers = self.workers_of(name)
+            if len(workers) == 1:
+                continue
+            for worker in workers:
+                if worker.instances != (name,):
+                    other = next(one for one in worker.instances if one != name)
+                    raise InvalidPlan(
+                        f"$.workers[{self.workers.index(worker)}].stages",
+                        f"{name} spans {len(workers)} workers, so {worker.name} must host nothing else; it hosts"
+                        f" {other}",
+                    )
+            for stage in range(instance.pp):
+                parts = [part for worker in workers for part in worker.stages if part.stage == stage]
+                counts = sorted({len(part.devices) for part in parts})
+                if len(counts) > 1:
+                    raise InvalidPlan(
+                        f"{path}.tp",
+                        f"stage {stage} of {name} lies on workers with {counts[0]} and {counts[-1]} devices: give each"
+                        " worker of a stage as many",
+                    )
+            if self.transport in ("shm", "device_put"):
+                raise InvalidPlan(
+                    "$.transport",
+                    f"{name} spans {len(workers)} workers, which only pull can serve, not {self.transport}",
+                )
+            if self.transfer_checksums and isinstance(instance, PrefillInstance):
+                raise InvalidPlan(
+                    "$.transfer_checksums", f"{name} spans {len(workers)} workers, none of which sees all pieces of KV"
                 )
 
     def _check_devices(self) -> None:

@@ -1,11 +1,13 @@
-"""What the machines of all instances share: a queue, a page pool, and at most one step in flight."""
+"""What the machines of all instances share: a queue, a page pool, and the steps in flight, one per pipeline stage."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
-from typing import Protocol
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
 
 from jdserve.core.errors import OutOfPages
 from jdserve.core.pages import BlockTable, PagePool, pages_for
@@ -31,7 +33,7 @@ class Held:
         source: prefill instance on which its KV is parked; "" where the instance computes the prompt itself.
         table: its pages, empty until they are reserved.
         admitted: counts admissions; the largest is the youngest sequence.
-        in_step: the step in flight writes its pages.
+        in_step: a step in flight writes its pages.
         cancelled: it ends as soon as nothing writes its pages any more.
     """
 
@@ -52,8 +54,30 @@ class Held:
         return self.sequence.id
 
 
+class Flight(NamedTuple):
+    """A step in flight.
+
+    Attributes:
+        step: as it was launched.
+        prefilling: the sequences of its chunks, in their order.
+        decoding: its decoding sequences.
+    """
+
+    step: RunStep
+    prefilling: tuple[Held, ...]
+    decoding: tuple[Held, ...]
+
+    @property
+    def sequences(self) -> tuple[Held, ...]:
+        """All of them."""
+        return self.prefilling + self.decoding
+
+
 class Scheduler(ABC):
     """Base of the instance machines.
+
+    An instance of several pipeline stages keeps as many steps in flight, so that no stage waits for another; no two of
+    them hold the same sequence, and they end in the order of their launch.
 
     Attributes:
         pool: the pages of the instance.
@@ -62,16 +86,18 @@ class Scheduler(ABC):
     Args:
         pages: pages in the pool.
         page_size: token positions per page.
+        depth: most steps in flight: the pipeline stages of the instance.
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, depth: int) -> None:
         self.pool = PagePool(pages, page_size)
         self.preemptions = 0
         self._queue: OrderedDict[str, Held] = OrderedDict()
         self._running: dict[str, Held] = {}
         # a request may come back while its cancelled run still waits for the end of a step or pull
         self._runs: Counter[str] = Counter()
-        self._in_flight = False
+        self._depth = depth
+        self._flights: deque[Flight] = deque()
         self._next_step = 0
         self._admissions = 0
 
@@ -190,43 +216,79 @@ class Scheduler(ABC):
         else:
             commands += self._end(held)
 
-    def _make_room(self) -> list[Held]:
-        """Give every decoding sequence a page for its next token; preempt the youngest until there are enough.
+    @property
+    def _places(self) -> int:
+        """Steps that may be launched now."""
+        return self._depth - len(self._flights)
+
+    @property
+    def _leaving(self) -> int:
+        """Cancelled sequences that are still in a step at the next launch, and until then keep their place."""
+        # where no step may be launched, the oldest ends before the next one is
+        flights = itertools.islice(self._flights, 0 if self._places else 1, None)
+        return sum(held.cancelled for flight in flights for held in flight.sequences)
+
+    def _micro_batch(self) -> list[Held]:
+        """The decoding sequences of the next step, oldest first: an equal share of all, and of those in no step.
+
+        A stage waits for the longest step, and the steps of a pipeline take each other's time: hence equal ones
+        (DistServe, OSDI'24, section 3.3). With one stage these are all sequences that decode.
+        """
+        decoding = [held for held in self._running.values() if held.sequence.state is State.DECODING]
+        idle = [held for held in decoding if not held.in_step]
+        return idle[: min(-(-len(decoding) // self._depth), -(-len(idle) // self._places))]
+
+    def _make_room(self, batch: list[Held]) -> list[Held]:
+        """Give each sequence of ``batch`` a page for its next token; preempt the youngest until there are enough.
+
+        A sequence in a step is not preempted. Where its single sequence in no step would have to give way to itself,
+        ``batch`` is emptied instead, to wait for the end of a step: only a sequence alone is preempted for itself.
 
         Returns:
-            The preempted sequences, youngest first: without pages, QUEUED, and no longer among the running ones.
+            The preempted sequences, youngest first: without pages, QUEUED, no longer among the running ones, and no
+            longer in ``batch``.
         """
         victims: list[Held] = []
-        while len(short := self._short()) > self.pool.available:
-            victim = max(self._running.values(), key=lambda held: held.admitted)
+        while len(self._short(batch)) > self.pool.available:
+            idle = [held for held in self._running.values() if not held.in_step]
+            if len(idle) == 1 and self._flights:
+                batch.clear()
+                break
+            victim = max(idle, key=lambda held: held.admitted)
+            if victim in batch:
+                batch.remove(victim)
             del self._running[victim.id]
             self.pool.release(victim.table)
             victim.sequence.move(State.QUEUED)
             victims.append(victim)
-        for held in short:
+        for held in self._short(batch):
             self.pool.grow(held.table, 1)
         self.preemptions += len(victims)
         return victims
 
-    def _short(self) -> list[Held]:
-        size = self.pool.page_size
-        return [
-            held
-            for held in self._running.values()
-            if held.sequence.state is State.DECODING and held.sequence.computed == len(held.table) * size
-        ]
+    def _short(self, batch: list[Held]) -> list[Held]:
+        return [held for held in batch if held.sequence.computed == len(held.table) * self.pool.page_size]
 
-    def _run(self, chunks: tuple[Chunk, ...] = (), decodes: tuple[DecodeSeq, ...] = ()) -> RunStep:
-        step = RunStep(self._next_step, chunks, decodes)
+    def _run(self, chunks: Seq[Chunk] = (), prefilling: Seq[Held] = (), decoding: Seq[Held] = ()) -> RunStep:
+        """Launch ``chunks`` of the sequences ``prefilling``, and one token of each of ``decoding``."""
+        step = RunStep(self._next_step, tuple(chunks), tuple(decode_seq(held) for held in decoding))
+        flight = Flight(step, tuple(prefilling), tuple(decoding))
+        for held in flight.sequences:
+            held.in_step = True
         self._next_step += 1
-        self._in_flight = True
+        self._flights.append(flight)
         return step
 
-    def _step_ended(self, event: StepDone) -> None:
-        if not self._in_flight or event.step_id != self._next_step - 1:
-            expected = f"step {self._next_step - 1}" if self._in_flight else "no step"
-            raise ValueError(f"step_id {event.step_id} ended, but {expected} is in flight")
-        self._in_flight = False
+    def _step_ended(self, event: StepDone) -> Flight:
+        """Take the oldest step out of the flight; its sequences are in no step any more."""
+        oldest = self._flights[0].step.step_id if self._flights else None
+        if event.step_id != oldest:
+            expected = "no step is in flight" if oldest is None else f"step {oldest} is the oldest in flight"
+            raise ValueError(f"step_id {event.step_id} ended, but {expected}")
+        flight = self._flights.popleft()
+        for held in flight.sequences:
+            held.in_step = False
+        return flight
 
 
 def sampled(held: Held, done: StepDone) -> Emit:

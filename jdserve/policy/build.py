@@ -12,7 +12,7 @@ from jdserve.policy.base import Machine
 from jdserve.policy.colocated import ColocatedScheduler
 from jdserve.policy.decode import DecodeScheduler
 from jdserve.policy.prefill import PrefillScheduler
-from jdserve.policy.router import Balance, Router
+from jdserve.policy.router import MAX_RETRIES, Balance, Router
 
 
 class RouterConfig(
@@ -22,23 +22,31 @@ class RouterConfig(
 
     Attributes:
         prefill, decode, colocated: names of the instances, in the order of the plan.
-        max_retries, balance: as in the router.
+        max_retries, balance, max_open, patience_s: as in the router.
     """
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     colocated: tuple[str, ...] = ()
-    max_retries: Annotated[int, Meta(ge=0)] = 3
+    max_retries: Annotated[int, Meta(ge=0)] = MAX_RETRIES
     balance: Balance = "tokens"
+    max_open: Annotated[int, Meta(ge=1)] | None = None
+    patience_s: Annotated[float, Meta(ge=0)] = 0.0
 
     @classmethod
-    def of(cls, plan: Plan) -> RouterConfig:
+    def of(cls, plan: Plan, patience_s: float = 0.0) -> RouterConfig:
         """The router that serves ``plan``."""
 
         def names(role: type[Instance]) -> tuple[str, ...]:
             return tuple(instance.name for instance in plan.instances if isinstance(instance, role))
 
-        return cls(prefill=names(PrefillInstance), decode=names(DecodeInstance), colocated=names(ColocatedInstance))
+        return cls(
+            prefill=names(PrefillInstance),
+            decode=names(DecodeInstance),
+            colocated=names(ColocatedInstance),
+            max_open=plan.max_open_requests,
+            patience_s=patience_s,
+        )
 
 
 def machine_for(instance: Instance, page_size: int) -> PrefillScheduler | DecodeScheduler | ColocatedScheduler:
@@ -52,15 +60,24 @@ def machine_for(instance: Instance, page_size: int) -> PrefillScheduler | Decode
             return ColocatedScheduler(instance, page_size)
 
 
+def router_of(config: RouterConfig) -> Router:
+    """The router that ``config`` describes."""
+    return Router(
+        config.prefill,
+        config.decode,
+        config.colocated,
+        max_retries=config.max_retries,
+        balance=config.balance,
+        max_open=config.max_open,
+        patience_s=config.patience_s,
+    )
+
+
 def router_for(plan: Plan) -> Router:
-    """The router over the instances of ``plan``."""
-    return _router(RouterConfig.of(plan))
+    """The router over the instances of ``plan``, all of which stay dead once they died."""
+    return router_of(RouterConfig.of(plan))
 
 
 def machine_of(config: Instance | RouterConfig, page_size: int) -> Machine:
     """The machine that ``config`` describes; a router has no use for ``page_size``."""
-    return _router(config) if isinstance(config, RouterConfig) else machine_for(config, page_size)
-
-
-def _router(config: RouterConfig) -> Router:
-    return Router(config.prefill, config.decode, config.colocated, config.max_retries, config.balance)
+    return router_of(config) if isinstance(config, RouterConfig) else machine_for(config, page_size)

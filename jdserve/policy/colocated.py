@@ -6,6 +6,9 @@ the token budget with chunks of prompts, so the delay is bounded and the prompt 
 
 A preempted sequence loses its pages, returns to the head of the queue, and is prefilled again with what it had
 generated as part of its prompt.
+
+With pipeline stages one step per stage is in flight, and the decoding sequences are dealt to them. A prompt has one
+chunk in flight at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from __future__ import annotations
 from jdserve.core.pages import pages_for
 from jdserve.core.plan import ColocatedInstance
 from jdserve.core.request import State
-from jdserve.policy.base import Held, Scheduler, decode_seq, sampled, watermark_pages
-from jdserve.policy.commands import Chunk, Command, DecodeSeq, Preempt, Reject
+from jdserve.policy.base import Held, Scheduler, sampled, watermark_pages
+from jdserve.policy.commands import Chunk, Command, Preempt, Reject
 from jdserve.policy.events import Arrived, Cancelled, Event, StepDone
 
 
@@ -27,18 +30,16 @@ class ColocatedScheduler(Scheduler):
     """
 
     def __init__(self, instance: ColocatedInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size)
+        super().__init__(instance.pages, page_size, instance.pp)
         self._instance = instance
         self._spare = watermark_pages(instance.watermark, instance.pages)
-        self._prefilling: list[tuple[Held, int]] = []
-        self._decoding: list[Held] = []
 
     def handle(self, event: Event, now: int) -> list[Command]:
         """Take ``event`` at ``now`` (nanoseconds) and say what is to be done.
 
         Raises:
             TypeError: a colocated instance takes no such event.
-            ValueError: Arrived with an id that is here already, or StepDone of a step that is not in flight.
+            ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
         match event:
@@ -65,21 +66,17 @@ class ColocatedScheduler(Scheduler):
         self._enqueue(held)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
-        self._step_ended(event)
-        prefilling, self._prefilling = self._prefilling, []
-        decoding, self._decoding = self._decoding, []
-        for held, count in prefilling:
-            held.in_step = False
+        flight = self._step_ended(event)
+        for held, chunk in zip(flight.prefilling, flight.step.chunks, strict=True):
             if held.id not in event.failed:
-                held.sequence.computed += count
+                held.sequence.computed += chunk.count
                 self._publish(held)
-        for held, _ in prefilling:
+        for held in flight.prefilling:
             if held.cancelled:
                 commands += self._end(held)
             elif held.id in event.failed or held.sequence.computed == held.sequence.prompt_tokens:
                 self._sampled(held, event, commands)
-        for held in decoding:
-            held.in_step = False
+        for held in flight.decoding:
             if held.cancelled:
                 commands += self._end(held)
             else:
@@ -96,22 +93,22 @@ class ColocatedScheduler(Scheduler):
             held.sequence.move(State.DECODING)
 
     def _launch(self, commands: list[Command]) -> None:
-        if self._in_flight:
-            return
-        decodes: tuple[DecodeSeq, ...] = ()
-        if self._instance.mode == "chunked":
-            decodes = self._decodes(commands)
-            chunks = self._chunks(self._instance.token_budget - len(decodes))
-        else:
-            chunks = self._whole_prompts()
-            if not chunks:
-                decodes = self._decodes(commands)
-        if chunks or decodes:
-            commands.append(self._run(chunks, decodes))
+        while self._places:
+            if self._instance.mode == "chunked":
+                decoding = self._decodes(commands)
+                prefilling = self._chunks(self._instance.token_budget - len(decoding))
+            else:
+                prefilling = self._whole_prompts()
+                decoding = [] if prefilling else self._decodes(commands)
+            if not prefilling and not decoding:
+                return
+            chunks = [_chunk(held, count) for held, count in prefilling]
+            commands.append(self._run(chunks, [held for held, _ in prefilling], decoding))
 
-    def _decodes(self, commands: list[Command]) -> tuple[DecodeSeq, ...]:
-        """One token of every decoding sequence."""
-        for victim in self._make_room():
+    def _decodes(self, commands: list[Command]) -> list[Held]:
+        """The sequences that get one token each in the next step."""
+        batch = self._micro_batch()
+        for victim in self._make_room(batch):
             commands.append(Preempt(victim.id))
             sequence = victim.sequence
             sequence.prompt_tokens += sequence.generated
@@ -120,47 +117,49 @@ class ColocatedScheduler(Scheduler):
             self._queue[victim.id] = victim
             # the youngest comes first, so the oldest victim ends up at the head
             self._queue.move_to_end(victim.id, last=False)
-        self._decoding = [held for held in self._running.values() if held.sequence.state is State.DECODING]
-        for held in self._decoding:
-            held.in_step = True
-        return tuple(decode_seq(held) for held in self._decoding)
+        return batch
 
-    def _whole_prompts(self) -> tuple[Chunk, ...]:
-        """Prompts up to the token budget, in order of arrival; a longer one alone."""
-        chunks: list[Chunk] = []
+    def _whole_prompts(self) -> list[tuple[Held, int]]:
+        """Prompts up to the token budget, in order of arrival, and their tokens; a longer one alone."""
+        prompts: list[tuple[Held, int]] = []
         total = 0
         while (held := self._head()) is not None:
             total += self._uncached(held)
-            if (chunks and total > self._instance.token_budget) or not self._admit(held):
+            if (prompts and total > self._instance.token_budget) or not self._admit(held):
                 break
-            chunks.append(self._chunk(held, held.sequence.prompt_tokens))
-        return tuple(chunks)
+            prompts.append((held, _left(held)))
+        return prompts
 
-    def _chunks(self, budget: int) -> tuple[Chunk, ...]:
+    def _chunks(self, budget: int) -> list[tuple[Held, int]]:
         """Chunks of at most ``budget`` tokens in all: of the prompts that were begun, then of new ones."""
-        chunks: list[Chunk] = []
-        for held in self._running.values():
-            # such a prompt had a token of an earlier budget beside all that decode now, so there is one left for it
-            if held.sequence.state is State.PREFILLING:
-                chunks.append(self._chunk(held, budget))
-                budget -= chunks[-1].count
-        while budget > 0 and (held := self._head()) is not None and self._admit(held):
-            chunks.append(self._chunk(held, budget))
-            budget -= chunks[-1].count
-        return tuple(chunks)
+        chunks: list[tuple[Held, int]] = []
+        # the first begun prompt had a token of an earlier budget beside all that decode now, so one is left for it
+        begun = [
+            held for held in self._running.values() if held.sequence.state is State.PREFILLING and not held.in_step
+        ]
+        while budget > 0:
+            held = begun.pop(0) if begun else self._head()
+            if held is None or (held.id in self._queue and not self._admit(held)):
+                break
+            chunks.append((held, min(_left(held), budget)))
+            budget -= chunks[-1][1]
+        return chunks
 
     def _head(self) -> Held | None:
         """The sequence that may be admitted next, None when there is none or the batch is full."""
-        if len(self._running) >= self._instance.max_num_seqs:
+        if len(self._running) + self._leaving >= self._instance.max_num_seqs:
             return None
         return next(iter(self._queue.values()), None)
 
     def _admit(self, held: Held) -> bool:
         return self._reserve_prompt(held, self._spare if self._running else 0)
 
-    def _chunk(self, held: Held, limit: int) -> Chunk:
-        start, end = held.sequence.computed, held.sequence.prompt_tokens
-        count = min(end - start, limit)
-        held.in_step = True
-        self._prefilling.append((held, count))
-        return Chunk(held.id, start, count, held.table.pages, last=start + count == end)
+
+def _left(held: Held) -> int:
+    """Prompt tokens that are still to be computed."""
+    return held.sequence.prompt_tokens - held.sequence.computed
+
+
+def _chunk(held: Held, count: int) -> Chunk:
+    start = held.sequence.computed
+    return Chunk(held.id, start, count, held.table.pages, last=count == _left(held))

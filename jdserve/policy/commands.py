@@ -146,4 +146,14 @@ class Dispatch(_Command, frozen=True):
     source: str | None = None
 
 
-Command = RunStep | Pull | Release | Preempt | Emit | Reject | Dispatch
+class Retire(_Command, frozen=True):
+    """A draining instance holds no request any more: it may be stopped. Router.
+
+    Attributes:
+        instance: its name.
+    """
+
+    instance: str
+
+
+Command = RunStep | Pull | Release | Preempt | Emit | Reject | Dispatch | Retire

@@ -4,14 +4,18 @@ A sequence arrives with its KV parked elsewhere (PREFILLED), waits in order of a
 is pulled (PULLING), and joins the batch at the next step after the KV has landed (DECODING). Pages are reserved before
 the pull, so nothing lands that there is no room for. When running sequences need more pages than there are, the
 youngest is preempted; it comes back with a longer prompt after it was prefilled again.
+
+With pipeline stages the sequences are dealt to one step per stage, all of them in flight at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from jdserve.core.pages import BlockTable, pages_for
 from jdserve.core.plan import DecodeInstance
 from jdserve.core.request import Sequence, State
-from jdserve.policy.base import Held, Scheduler, decode_seq, sampled, watermark_pages
+from jdserve.policy.base import Held, Scheduler, sampled, watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject
 from jdserve.policy.events import Cancelled, Event, KVLanded, KVReady, PullFailed, StepDone
 
@@ -25,11 +29,10 @@ class DecodeScheduler(Scheduler):
     """
 
     def __init__(self, instance: DecodeInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size)
+        super().__init__(instance.pages, page_size, instance.pp)
         self._max_num_seqs = instance.max_num_seqs
         self._spare = watermark_pages(instance.watermark, instance.pages)
         self._pulling: dict[str, Held] = {}
-        self._batch: list[Held] = []
 
     @property
     def pulling(self) -> int:
@@ -41,7 +44,7 @@ class DecodeScheduler(Scheduler):
 
         Raises:
             TypeError: a decode instance takes no such event.
-            ValueError: KVReady with an id that is here already, or StepDone of a step that is not in flight.
+            ValueError: KVReady with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
         match event:
@@ -69,13 +72,15 @@ class DecodeScheduler(Scheduler):
         (rest + 1)-th smallest s_i.
 
         Returns:
-            0 when no step is in flight, or when the very next StepDone changes the batch.
+            0 when no step is in flight, or when the very next StepDone changes the batch; always 0 with several
+            pipeline stages, where each step waits for those before it.
         """
-        if not self._in_flight or self._batch != list(self._running.values()):
+        batch = self._flights[0].decoding if self._flights else ()
+        if self._depth > 1 or not batch or list(batch) != list(self._running.values()):
             return 0
-        full, rest = divmod(self.pool.available, len(self._batch))
-        pages_last = full * self.pool.page_size + sorted(self._room(held) for held in self._batch)[rest]
-        left = min(held.sequence.max_new_tokens - held.sequence.generated for held in self._batch)
+        full, rest = divmod(self.pool.available, len(batch))
+        pages_last = full * self.pool.page_size + sorted(self._room(held) for held in batch)[rest]
+        left = min(held.sequence.max_new_tokens - held.sequence.generated for held in batch)
         return min(pages_last, left - 1)
 
     def advance(self, k: int, now: int) -> list[Command]:
@@ -90,32 +95,30 @@ class DecodeScheduler(Scheduler):
         horizon = self.horizon()
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
-        self._grow(k)
-        for held in self._batch:
+        batch = self._flights.popleft().decoding
+        self._grow(batch, k)
+        for held in batch:
             held.sequence.computed += k
             held.sequence.generated += k
         self._next_step += k - 1
-        return [
-            *(Emit(held.id, k) for held in self._batch),
-            self._run(decodes=tuple(decode_seq(held) for held in self._batch)),
-        ]
+        return [*(Emit(held.id, k) for held in batch), self._run(decoding=batch)]
 
     def _room(self, held: Held) -> int:
         """Tokens that still fit into the pages of a sequence after the step in flight."""
         return len(held.table) * self.pool.page_size - held.sequence.computed - 1
 
-    def _grow(self, steps: int) -> None:
+    def _grow(self, batch: Seq[Held], steps: int) -> None:
         """Give the batch the pages of the next ``steps`` steps, dealt out as single steps would do it."""
         size = self.pool.page_size
         # within each page's worth of steps the sequences need a page in this order (sorted is stable)
-        order = sorted((self._room(held), index) for index, held in enumerate(self._batch))
+        order = sorted((self._room(held), index) for index, held in enumerate(batch))
         turns = [index for start in range(0, steps, size) for room, index in order if start + room < steps]
         grown = BlockTable(())
         self.pool.grow(grown, len(turns))
-        dealt: list[list[int]] = [[] for _ in self._batch]
+        dealt: list[list[int]] = [[] for _ in batch]
         for index, page in zip(turns, grown.pages, strict=True):
             dealt[index].append(page)
-        for held, pages in zip(self._batch, dealt, strict=True):
+        for held, pages in zip(batch, dealt, strict=True):
             held.table.pages += tuple(pages)
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
@@ -155,10 +158,7 @@ class DecodeScheduler(Scheduler):
         self._cancel(request_id, commands)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
-        self._step_ended(event)
-        batch, self._batch = self._batch, []
-        for held in batch:
-            held.in_step = False
+        for held in self._step_ended(event).decoding:
             if held.cancelled:
                 commands += self._end(held)
                 continue
@@ -170,18 +170,17 @@ class DecodeScheduler(Scheduler):
                 commands += self._end(held)
 
     def _launch(self, commands: list[Command]) -> None:
-        if self._in_flight or not self._running:
-            return
-        for victim in self._make_room():
-            commands += (Preempt(victim.id), *self._forget(victim.id))
-        self._batch = list(self._running.values())
-        if self._batch:
-            for held in self._batch:
-                held.in_step = True
-            commands.append(self._run(decodes=tuple(decode_seq(held) for held in self._batch)))
+        while self._places and (batch := self._micro_batch()):
+            victims = self._make_room(batch)
+            for victim in victims:
+                commands += (Preempt(victim.id), *self._forget(victim.id))
+            if batch:
+                commands.append(self._run(decoding=batch))
+            elif not victims:
+                return
 
     def _admit(self, commands: list[Command]) -> None:
-        while self._queue and len(self._running) + len(self._pulling) < self._max_num_seqs:
+        while self._queue and len(self._running) + len(self._pulling) + self._leaving < self._max_num_seqs:
             held = next(iter(self._queue.values()))
             if held.id in self._pulling:
                 break  # an abandoned pull of the same request must end first

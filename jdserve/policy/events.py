@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from jdserve.core.plan import Role
+
 
 class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="event"):
     pass
@@ -32,7 +34,7 @@ class Cancelled(_Event, frozen=True):
 
 
 class StepDone(_Event, frozen=True):
-    """The step that the machine launched last has ended. Instances.
+    """The oldest step in flight has ended. Instances.
 
     Attributes:
         step_id: of the RunStep.
@@ -124,13 +126,25 @@ class PeerJoined(_Event, frozen=True):
 
     Attributes:
         instance: its name.
+        role: of an instance that the router does not know yet.
     """
 
     instance: str
+    role: Role | None = None
 
 
 class Draining(_Event, frozen=True):
-    """Take no new requests, finish those accepted. Router."""
+    """Take no new work, finish what was accepted. Router.
+
+    Attributes:
+        instance: the one that is to become empty; None for the whole service.
+    """
+
+    instance: str | None = None
+
+
+class Tick(_Event, frozen=True):
+    """Time has passed while requests wait for an instance that is gone. Router."""
 
 
 Event = (
@@ -146,4 +160,5 @@ Event = (
     | PeerFailed
     | PeerJoined
     | Draining
+    | Tick
 )

@@ -5,6 +5,7 @@ instance has pulled it, the request is cancelled, or the lease runs out.
 
 The batch rule is DistServe's (OSDI'24, section 4.1): beyond L_m new tokens a step only gets longer, so prompts are
 batched up to L_m and a longer prompt runs alone. ``kv_capacity`` takes everything that the page pool holds instead.
+With pipeline stages one such batch per stage is in flight.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ class PrefillScheduler(Scheduler):
     """
 
     def __init__(self, instance: PrefillInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size)
+        super().__init__(instance.pages, page_size, instance.pp)
         self._instance = instance
-        self._batch: list[Held] = []
         self._parked: dict[str, Held] = {}
 
     @property
@@ -41,7 +41,7 @@ class PrefillScheduler(Scheduler):
 
         Raises:
             TypeError: a prefill instance takes no such event.
-            ValueError: Arrived with an id that is here already, or StepDone of a step that is not in flight.
+            ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
         match event:
@@ -80,10 +80,8 @@ class PrefillScheduler(Scheduler):
             commands += self._end(held)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
-        self._step_ended(event)
-        batch, self._batch = self._batch, []
+        batch = self._step_ended(event).prefilling
         for held in batch:
-            held.in_step = False
             if held.id not in event.failed:
                 held.sequence.computed = held.sequence.prompt_tokens
                 self._publish(held)
@@ -101,20 +99,22 @@ class PrefillScheduler(Scheduler):
                 commands += (emit, *self._end(held))
 
     def _launch(self, commands: list[Command]) -> None:
-        if self._in_flight:
-            return
+        while self._places and (batch := self._batch()):
+            commands.append(self._run([_whole(held) for held in batch], batch))
+
+    def _batch(self) -> list[Held]:
+        """The prompts of the next step, with their pages."""
+        batch: list[Held] = []
         total = 0
-        while self._queue and len(self._batch) < self._instance.max_batch:
+        while self._queue and len(batch) < self._instance.max_batch:
             held = next(iter(self._queue.values()))
             total += self._uncached(held)
-            if self._instance.batching == "lm" and self._batch and total > self._instance.lm_tokens:
+            if self._instance.batching == "lm" and batch and total > self._instance.lm_tokens:
                 break
             if not self._reserve_prompt(held):
                 break  # strictly in order: what comes behind must not starve the head
-            held.in_step = True
-            self._batch.append(held)
-        if self._batch:
-            commands.append(self._run(chunks=tuple(_whole(held) for held in self._batch)))
+            batch.append(held)
+        return batch
 
 
 def _whole(held: Held) -> Chunk:

@@ -6,6 +6,9 @@ it goes to the decode instance with the least load. The second choice is made th
 The router only counts. Wherever a request may still be held when it is sent elsewhere or forgotten, the router says so
 with a Release *before* the Dispatch: on a channel that keeps the order, an instance never sees the new run of a request
 while it holds the old one.
+
+A request for which no instance of a role is left waits at most ``patience_s`` from the death of the last one: a
+supervisor restarts what died, and nobody need notice. Its KV stays parked meanwhile, if it has any.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Literal
 
-from jdserve.policy.commands import Command, Dispatch, Reject, Release
+from jdserve.core.plan import Role
+from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
 from jdserve.policy.events import (
     Arrived,
     Cancelled,
@@ -26,49 +30,59 @@ from jdserve.policy.events import (
     PeerJoined,
     Preempted,
     PullFailed,
+    Tick,
 )
 
-Role = Literal["prefill", "decode", "colocated"]
 Balance = Literal["tokens", "requests"]
+
+MAX_RETRIES = 8
+"""One death costs a request up to two: its pull fails, and then the router hears that the instance is gone."""
 
 
 class _Instance:
     """What the router counts on one instance.
 
     Attributes:
+        live: it takes work.
+        draining: it finishes what it has and takes nothing new.
         tokens: prefill: prompt tokens dispatched and not yet prefilled. decode: prompt and output tokens of its
             requests. colocated: both, because it does not report the end of a prefill.
         requests: how many requests these are.
     """
 
-    __slots__ = ("live", "name", "requests", "role", "tokens")
+    __slots__ = ("draining", "live", "name", "requests", "role", "tokens")
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
         self.role: Role = role
         self.live = True
+        self.draining = False
         self.tokens = 0
         self.requests = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.live and not self.draining
 
 
 class _Request:
     """What the router knows of one request.
 
     Attributes:
-        prompt_tokens, max_new_tokens: as it first arrived.
-        at: instance it was dispatched to last.
+        prompt_tokens, max_new_tokens: as they are to be prefilled next; after KVReady, as they are to be decoded.
+        at: instance it was dispatched to last; None while it waits for one to come back.
         weight: tokens counted there for it.
         source: prefill instance that may still hold its parked KV, None when there is none.
     """
 
     __slots__ = ("at", "id", "max_new_tokens", "prompt_tokens", "retries", "source", "weight")
 
-    def __init__(self, id: str, prompt_tokens: int, max_new_tokens: int, at: _Instance) -> None:
+    def __init__(self, id: str, prompt_tokens: int, max_new_tokens: int) -> None:
         self.id = id
         self.prompt_tokens = prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.retries = 0
-        self.at = at
+        self.at: _Instance | None = None
         self.weight = 0
         self.source: _Instance | None = None
 
@@ -80,6 +94,8 @@ class Router:
         prefill, decode, colocated: names of the instances, in the order of the plan.
         max_retries: how often a request is prefilled again after a failure before it is rejected.
         balance: what the shortest queue of prompts is counted in first; the other breaks ties.
+        max_open: requests accepted at a time, None for no limit.
+        patience_s: how long requests wait for a role of which no instance is left.
 
     Raises:
         ValueError: a name is used twice, or ``max_retries`` is negative.
@@ -90,16 +106,21 @@ class Router:
         prefill: Seq[str],
         decode: Seq[str],
         colocated: Seq[str],
-        max_retries: int = 3,
+        max_retries: int = MAX_RETRIES,
         balance: Balance = "tokens",
+        max_open: int | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         if max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {max_retries}")
         self._max_retries = max_retries
         self._balance: Balance = balance
+        self._max_open = max_open
+        self._patience = round(patience_s * 1e9)
         self._draining = False
         self._instances: dict[str, _Instance] = {}
         self._requests: dict[str, _Request] = {}  # in order of arrival
+        self._gone: dict[Role, int] = {}  # since when a role has no usable instance
         roles: tuple[tuple[Role, Seq[str]], ...] = (("prefill", prefill), ("decode", decode), ("colocated", colocated))
         for role, names in roles:
             for name in names:
@@ -112,6 +133,11 @@ class Router:
         """Requests accepted and not yet ended."""
         return len(self._requests)
 
+    @property
+    def stranded(self) -> int:
+        """Requests that wait for an instance to come back."""
+        return sum(request.at is None for request in self._requests.values())
+
     def idle(self) -> bool:
         """True when no request is open."""
         return not self._requests
@@ -121,9 +147,9 @@ class Router:
         return self._instance(name).tokens
 
     def place(self, request_id: str) -> str | None:
-        """The instance that a request was dispatched to last, None for an unknown request."""
+        """The instance that a request was dispatched to last, None for an unknown or waiting request."""
         request = self._requests.get(request_id)
-        return None if request is None else request.at.name
+        return None if request is None or request.at is None else request.at.name
 
     def handle(self, event: Event, now: int) -> list[Command]:
         """Take ``event`` at ``now`` (nanoseconds) and say what is to be done.
@@ -134,111 +160,165 @@ class Router:
         """
         match event:
             case Arrived():
-                return self._arrived(event)
+                commands = self._arrived(event, now)
             case PeerFailed():
-                return self._peer_failed(event.instance)
+                commands = self._peer_failed(event.instance, now)
             case PeerJoined():
-                self._instance(event.instance).live = True
-                return []
+                commands = self._peer_joined(event, now)
             case Draining():
-                self._draining = True
-                return []
+                commands = self._drain(event.instance, now)
+            case Tick():
+                commands = self._place_stranded(now)
             case KVReady() | KVLanded() | PullFailed() | Preempted() | Cancelled() | Finished():
                 request = self._requests.get(event.request_id)
-                return [] if request is None else self._about(request, event)
+                commands = [] if request is None else self._about(request, event, now)
             case _:
                 raise TypeError(f"Router takes no {type(event).__name__}")
+        return [*commands, *self._retired()]
 
     def _about(
-        self, request: _Request, event: KVReady | KVLanded | PullFailed | Preempted | Cancelled | Finished
+        self, request: _Request, event: KVReady | KVLanded | PullFailed | Preempted | Cancelled | Finished, now: int
     ) -> list[Command]:
+        at = request.at
         if isinstance(event, Cancelled):
-            return [*self._forget(request), Release(request.id, request.at.name)]
+            return [*self._forget(request), *([Release(request.id, at.name)] if at is not None else [])]
         if isinstance(event, Finished):
             return self._forget(request)
+        if at is None:
+            return []  # about an earlier run
         if isinstance(event, KVReady):
             # from another instance it is about an earlier run
-            return self._kv_ready(request, event) if request.at.name == event.source else []
-        if request.at.role != "decode":
+            return self._kv_ready(request, at, event, now) if at.name == event.source else []
+        if at.role != "decode":
             return []  # about an earlier run: the request is prefilled again already
         if isinstance(event, KVLanded):
             request.source = None
             return []
         if isinstance(event, Preempted):
-            return [*self._leave(request), *self._prefill(request, event.prompt_tokens, event.max_new_tokens)]
+            request.prompt_tokens, request.max_new_tokens = event.prompt_tokens, event.max_new_tokens
+            return [*self._leave(request), *self._place(request, now)]
         # when the failed pull was that of an earlier run, the decode instance holds the present one
-        decode = request.at.name
         reason = f": {event.reason}" if event.reason else ""
-        return [Release(request.id, decode), *self._retry(request, f"the pull to {decode} failed{reason}")]
+        return [Release(request.id, at.name), *self._retry(request, f"the pull to {at.name} failed{reason}", now)]
 
-    def _arrived(self, event: Arrived) -> list[Command]:
+    def _arrived(self, event: Arrived, now: int) -> list[Command]:
         if event.request_id in self._requests:
             raise ValueError(f"request {event.request_id} has arrived already")
         if self._draining:
             return [Reject(event.request_id, "the service is draining: it takes no new requests")]
-        at = self._choose(event.max_new_tokens)
-        if isinstance(at, str):
-            return [Reject(event.request_id, at)]
-        request = _Request(event.request_id, event.prompt_tokens, event.max_new_tokens, at)
+        if self._max_open is not None and len(self._requests) >= self._max_open:
+            return [Reject(event.request_id, f"{self._max_open} requests are open already, which is the limit")]
+        request = _Request(event.request_id, event.prompt_tokens, event.max_new_tokens)
         self._requests[request.id] = request
-        return self._put(request, at, event.prompt_tokens, event.max_new_tokens)
+        return self._place(request, now)
 
-    def _kv_ready(self, request: _Request, event: KVReady) -> list[Command]:
-        decodes = [peer for peer in self._instances.values() if peer.live and peer.role == "decode"]
-        request.source = request.at
-        if not decodes:
-            return [*self._forget(request), Reject(request.id, "no live decode instance")]
+    def _kv_ready(self, request: _Request, at: _Instance, event: KVReady, now: int) -> list[Command]:
         self._uncount(request)
-        decode = min(decodes, key=lambda peer: (peer.tokens, peer.requests))
-        return self._put(request, decode, event.prompt_tokens, event.max_new_tokens)
+        request.source = at
+        request.prompt_tokens, request.max_new_tokens = event.prompt_tokens, event.max_new_tokens
+        return self._place(request, now)
 
-    def _peer_failed(self, name: str) -> list[Command]:
+    def _peer_failed(self, name: str, now: int) -> list[Command]:
         failed = self._instance(name)
         failed.live = False
+        self._note_gone(now)
         commands: list[Command] = []
         for request in list(self._requests.values()):
             if request.at is failed:
-                commands += self._retry(request, f"{name} failed")
+                commands += self._retry(request, f"{name} failed", now)
             elif request.source is failed:
-                commands += [Release(request.id, request.at.name), *self._retry(request, f"{name} failed")]
+                if request.at is not None:
+                    commands.append(Release(request.id, request.at.name))
+                commands += self._retry(request, f"{name} failed", now)
         return commands
 
-    def _retry(self, request: _Request, reason: str) -> list[Command]:
+    def _peer_joined(self, event: PeerJoined, now: int) -> list[Command]:
+        if event.role is not None and event.instance not in self._instances:
+            self._instances[event.instance] = _Instance(event.instance, event.role)
+        joined = self._instance(event.instance)
+        joined.live, joined.draining = True, False
+        self._note_gone(now)
+        return self._place_stranded(now)
+
+    def _drain(self, name: str | None, now: int) -> list[Command]:
+        if name is None:
+            self._draining = True
+        else:
+            self._instance(name).draining = True
+            self._note_gone(now)
+        return []
+
+    def _retired(self) -> list[Command]:
+        """Draining instances that nothing is on any more; they are forgotten."""
+        leaving = [peer for peer in self._instances.values() if peer.draining]
+        if not leaving:
+            return []
+        held = {peer for request in self._requests.values() for peer in (request.at, request.source)}
+        empty = [peer for peer in leaving if peer not in held]
+        for peer in empty:
+            del self._instances[peer.name]
+        return [Retire(peer.name) for peer in empty]
+
+    def _note_gone(self, now: int) -> None:
+        roles: tuple[Role, ...] = ("prefill", "decode", "colocated")
+        usable = {peer.role for peer in self._instances.values() if peer.usable}
+        self._gone = {role: self._gone.get(role, now) for role in roles if role not in usable}
+
+    def _place_stranded(self, now: int) -> list[Command]:
+        waiting = [request for request in self._requests.values() if request.at is None]
+        return [command for request in waiting for command in self._place(request, now)]
+
+    def _retry(self, request: _Request, reason: str, now: int) -> list[Command]:
         """Have a request prefilled again, unless that was done too often."""
         request.retries += 1
         if request.retries > self._max_retries:
             return [*self._forget(request), Reject(request.id, f"{reason}; given up after {self._max_retries} retries")]
-        return [*self._leave(request), *self._prefill(request, request.prompt_tokens, request.max_new_tokens)]
+        if request.at is None or request.at.role == "decode":
+            # the token that prefill sampled is part of the prompt from now on
+            request.prompt_tokens += 1
+        return [*self._leave(request), *self._place(request, now)]
 
-    def _prefill(self, request: _Request, prompt_tokens: int, max_new_tokens: int) -> list[Command]:
-        """Dispatch a request that is on no instance."""
-        at = self._choose(max_new_tokens)
-        if isinstance(at, str):
-            del self._requests[request.id]
-            return [Reject(request.id, at)]
-        return self._put(request, at, prompt_tokens, max_new_tokens)
+    def _place(self, request: _Request, now: int) -> list[Command]:
+        """Dispatch a request that is on no instance; let it wait while an instance may come back; or reject it."""
+        request.at = None
+        chosen = self._choose(request)
+        if isinstance(chosen, _Instance):
+            return self._put(request, chosen)
+        since = max((self._gone[role] for role in chosen if role in self._gone), default=now - self._patience)
+        if now - since < self._patience:
+            return []
+        del self._requests[request.id]
+        source, request.source = request.source, None
+        release = [Release(request.id, source.name)] if source is not None and source.live else []
+        return [*release, Reject(request.id, f"no live {' or '.join(chosen)} instance")]
 
-    def _choose(self, max_new_tokens: int) -> _Instance | str:
-        """The instance that takes a prompt, or why there is none."""
-        decodes = max_new_tokens <= 1 or any(peer.live and peer.role == "decode" for peer in self._instances.values())
-        takers = [peer for peer in self._instances.values() if peer.live and peer.role != "decode"]
-        able = [peer for peer in takers if peer.role == "colocated" or decodes]
-        if able:
-            if self._balance == "tokens":
-                return min(able, key=lambda peer: (peer.tokens, peer.requests))
-            return min(able, key=lambda peer: (peer.requests, peer.tokens))
-        return "no live decode instance" if takers else "no live prefill or colocated instance"
+    def _choose(self, request: _Request) -> _Instance | tuple[Role, ...]:
+        """The instance that takes a request next, or the roles of which there is none."""
+        usable = [peer for peer in self._instances.values() if peer.usable]
+        decodes = [peer for peer in usable if peer.role == "decode"]
+        if request.source is not None:
+            return min(decodes, key=lambda peer: (peer.tokens, peer.requests)) if decodes else ("decode",)
+        takers = [peer for peer in usable if peer.role != "decode"]
+        able = [peer for peer in takers if peer.role == "colocated" or decodes or request.max_new_tokens <= 1]
+        if not able:
+            return ("decode",) if takers else ("prefill", "colocated")
+        if self._balance == "tokens":
+            return min(able, key=lambda peer: (peer.tokens, peer.requests))
+        return min(able, key=lambda peer: (peer.requests, peer.tokens))
 
-    def _put(self, request: _Request, at: _Instance, prompt_tokens: int, max_new_tokens: int) -> list[Command]:
+    def _put(self, request: _Request, at: _Instance) -> list[Command]:
         request.at = at
-        request.weight = prompt_tokens if at.role == "prefill" else prompt_tokens + max_new_tokens
+        prefill = at.role == "prefill"
+        request.weight = request.prompt_tokens if prefill else request.prompt_tokens + request.max_new_tokens
         at.tokens += request.weight
         at.requests += 1
         return [Dispatch(request.id, at.name, request.source.name if request.source else None)]
 
     def _uncount(self, request: _Request) -> None:
-        request.at.tokens -= request.weight
-        request.at.requests -= 1
+        if request.at is not None:
+            request.at.tokens -= request.weight
+            request.at.requests -= 1
+        request.weight = 0
 
     def _leave(self, request: _Request) -> list[Command]:
         """Stop counting a request where it is; Release the KV that may be parked for it on a live instance."""

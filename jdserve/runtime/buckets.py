@@ -91,12 +91,13 @@ def buckets_for(plan: Plan, instance: Instance) -> Buckets:
     mixed: tuple[StepShape, ...] = ()
     transfers: tuple[int, ...] = ()
     longest = min(MAX_LAUNCH_TOKENS, plan.max_model_len)
-    if isinstance(instance, PrefillInstance):
-        slots = instance.max_batch
-        prompts = _prompt_shapes(longest, slots)
+    prefills = isinstance(instance, PrefillInstance)
+    slots = instance.max_batch * instance.pp if prefills else instance.max_num_seqs
+    share = -(-slots // instance.pp)  # a step is for one stage of them
+    if prefills:
+        prompts = _prompt_shapes(longest, share)
     else:
-        slots = instance.max_num_seqs
-        decodes = tuple(StepShape(seqs=size) for size in ladder(1, slots, 2))
+        decodes = tuple(StepShape(seqs=size) for size in ladder(1, share, 2))
     if isinstance(instance, ColocatedInstance):
         chunked = instance.mode == "chunked"
         prompts = _prompt_shapes(min(longest, instance.token_budget) if chunked else longest, slots)
@@ -104,7 +105,7 @@ def buckets_for(plan: Plan, instance: Instance) -> Buckets:
             mixed = tuple(
                 StepShape(shape.tokens, shape.segments, size)
                 for shape in prompts
-                for size in sorted({min(8, slots), slots})
+                for size in sorted({min(8, share), share})
             )
     if isinstance(instance, PrefillInstance | DecodeInstance):
         transfers = ladder(1, pages_for(plan.max_model_len, plan.page_size), 2)

@@ -6,12 +6,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from jdserve.core.plan import Instance, Plan, Worker
 from jdserve.core.request import Request
 from jdserve.runtime.outputs import InstanceStats
 from jdserve.transfer.layout import KVHandle
+
+
+class Fleet(Protocol):
+    """The instances of a plan, wherever they run."""
+
+    @property
+    def clients(self) -> Mapping[str, EngineClient]:
+        """The client of each instance, by name; grows and shrinks as instances come and go."""
+        ...
+
+    def recompilations(self) -> int:
+        """Programs compiled after the start, in all processes; anything but 0 is a fault."""
+        ...
+
+    def retire(self, instance: str) -> None:
+        """End an instance that holds nothing any more, for good. Does not wait."""
+        ...
+
+    def add(self, instance: Instance, worker: Worker) -> Plan:
+        """Start one more instance; waits until it takes work, and gives the plan that is in force then.
+
+        Raises:
+            InvalidPlan: it does not fit the plan or the machine.
+            JdserveError: it could not be started.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End all instances and free what they hold; waits until they are gone."""
+        ...
 
 
 class EngineClient(Protocol):

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from jdserve.compat import CompilationCounter
-from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded
+from jdserve.core.errors import InvalidPlan, InvalidRequest, JdserveError, Overloaded
 from jdserve.core.pages import block_hashes
-from jdserve.core.plan import Plan, role_of
+from jdserve.core.plan import Instance, Plan, Worker, role_of
 from jdserve.core.request import Request
 from jdserve.core.spec import ModelSpec
 from jdserve.ops.sampling import MAX_STOP_IDS
 from jdserve.policy.base import Machine
-from jdserve.policy.commands import Command, Dispatch, Reject, Release
+from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
 from jdserve.policy.events import (
     Arrived,
     Cancelled,
@@ -32,16 +31,21 @@ from jdserve.policy.events import (
     KVLanded,
     KVReady,
     PeerFailed,
+    PeerJoined,
     Preempted,
     PullFailed,
+    Tick,
 )
-from jdserve.runtime.client import EngineClient
+from jdserve.runtime.client import EngineClient, Fleet
 from jdserve.runtime.outputs import EngineStats, Report, TokenOutput
 from jdserve.runtime.progress import Progress
 from jdserve.transfer.layout import KVHandle
 
-Connect = Callable[[Callable[[Report], None]], Mapping[str, EngineClient]]
+Connect = Callable[[Callable[[Report], None]], Fleet]
 """Starts (or finds) the instances of a plan; they report to the given callback, from any thread."""
+
+TICK_S = 1.0
+"""How often the router is told the time while an instance is missing."""
 
 
 @dataclass
@@ -93,7 +97,9 @@ class Engine:
         progress: of the start.
 
     Attributes:
-        ready: requests are taken.
+        plan: in force.
+        loop: that the engine was started on.
+        started: requests are taken; where an instance is missing the router lets them wait, or rejects them.
         draining: no new request is taken.
         progress: of the start.
     """
@@ -104,18 +110,22 @@ class Engine:
         self.plan = plan
         self.spec = spec
         self.max_model_len = plan.max_model_len
-        self.ready = False
+        self.started = False
         self.draining = False
         self.progress = progress or Progress()
+        self.loop: asyncio.AbstractEventLoop
         self._router = router
         self._connect = connect
-        self._clients: Mapping[str, EngineClient] = {}
+        self._fleet: Fleet | None = None
         self._records: dict[str, _Record] = {}
         self._runs: dict[str, _Record] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead: dict[str, str] = {}
-        self._compilations: CompilationCounter | None = None
+        self._restarts = 0
+        self._retries = 0
+        self._retired: dict[str, asyncio.Future[None]] = {}
+        self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Start the instances; returns when requests can be taken.
@@ -123,7 +133,7 @@ class Engine:
         Raises:
             JdserveError, RuntimeError: an instance could not be started; ``progress.error`` says the same.
         """
-        loop = asyncio.get_running_loop()
+        loop = self.loop = asyncio.get_running_loop()
 
         def report(news: Report) -> None:
             try:
@@ -132,12 +142,19 @@ class Engine:
                 return
 
         try:
-            self._clients = await asyncio.to_thread(self._connect, report)
+            self._fleet = await asyncio.to_thread(self._connect, report)
         except BaseException as error:
             self.progress.error = str(error) or type(error).__name__
             raise
-        self._compilations = CompilationCounter()
-        self.ready = True
+        self.started = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the instances that live now can serve a request from end to end."""
+        if not self.started:
+            return False
+        roles = {role_of(instance) for instance in self.plan.instances if instance.name not in self._dead}
+        return "colocated" in roles or {"prefill", "decode"} <= roles
 
     def check(self, request: Request) -> None:
         """Check a request against the model and the plan.
@@ -175,7 +192,7 @@ class Engine:
             Overloaded: it is not taken now.
         """
         self.check(request)
-        if not self.ready:
+        if not self.started:
             raise Overloaded(self.progress.error or "the server is starting")
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id!r} is in use", param="id")
@@ -203,9 +220,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for a metrics page."""
-        compiled = self._compilations.count if self._compilations is not None else 0
-        instances = tuple(client.stats() for client in self._clients.values())
-        return EngineStats(instances, compiled, dict(self._dead))
+        if self._fleet is None:
+            return EngineStats(())
+        instances = tuple(client.stats() for client in list(self._fleet.clients.values()))
+        compiled = self._fleet.recompilations()
+        return EngineStats(instances, compiled, dict(self._dead), self._restarts, self._retries)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new request and wait for the open ones, at most ``timeout_s``; what is left then is failed."""
@@ -220,17 +239,40 @@ class Engine:
 
     async def close(self) -> None:
         """Stop every instance and give back its memory."""
-        self.ready = False
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
-            await asyncio.to_thread(client.stop)
-        if self._compilations is not None:
-            self._compilations.close()
+        self.started = False
+        if self._ticking is not None:
+            self._ticking.cancel()
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            await asyncio.to_thread(fleet.stop)
 
-    def _serviceable(self) -> bool:
-        """Whether the instances that live can serve a request from end to end."""
-        roles = {role_of(instance) for instance in self.plan.instances if instance.name not in self._dead}
-        return "colocated" in roles or {"prefill", "decode"} <= roles
+    async def drain_instance(self, name: str) -> None:
+        """Empty an instance and end it for good; returns when that is done. Requests on it end as if nothing were.
+
+        Raises:
+            InvalidPlan: there is no such instance, or it is the last one that can play its part.
+        """
+        rest = tuple(i for i in self.plan.instances if i.name != name and i.name not in self._retired)
+        if len(rest) == len(self.plan.instances) - len(self._retired):
+            raise InvalidPlan("$.instances", f"no instance {name!r}; there are {_names(rest)}")
+        roles = {role_of(instance) for instance in rest if instance.name not in self._dead}
+        if not ("colocated" in roles or {"prefill", "decode"} <= roles):
+            raise InvalidPlan("$.instances", f"{name} is the last live instance of its role: add another one first")
+        done = self._retired[name] = asyncio.get_running_loop().create_future()
+        self._tell(Draining(name))
+        await done
+
+    async def add_instance(self, instance: Instance, worker: Worker) -> None:
+        """Start one more instance; returns when it takes work.
+
+        Raises:
+            InvalidPlan: it does not fit the plan or the machine.
+            JdserveError: it could not be started.
+        """
+        if self._fleet is None:
+            raise Overloaded("the server is starting")
+        self.plan = await asyncio.to_thread(self._fleet.add, instance, worker)
+        self._tell(PeerJoined(instance.name, role_of(instance)))
 
     def _prefix(self, record: _Record) -> tuple[bytes, ...]:
         # A scored prompt needs the logits of every position, which a cached prefix does not give.
@@ -242,27 +284,52 @@ class Engine:
     def _tell(self, event: Event) -> None:
         for command in self._router.handle(event, time.monotonic_ns()):
             self._do(command)
+        if self._dead and self._records and self._ticking is None and self.started:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self._tell(Tick())
 
     def _do(self, command: Command) -> None:
+        if isinstance(command, Retire):
+            self._retire(command.instance)
+            return
         record = self._records.get(getattr(command, "request_id", ""))
         if record is None:
             return
         match command:
             case Dispatch(_, instance, None):
                 self._runs.pop(record.run_id, None)
+                self._retries += record.run > 0
                 record.run += 1
                 self._runs[record.run_id] = record
-                self._clients[instance].submit(record.grown(), self._prefix(record))
+                self._client(instance).submit(record.grown(), self._prefix(record))
             case Dispatch(_, instance, source):
                 assert source is not None
-                self._clients[instance].hand_off(record.grown(), source, record.handles)
+                self._client(instance).hand_off(record.grown(), source, record.handles)
             case Release(_, instance):
                 assert instance is not None
-                self._clients[instance].cancel(record.run_id)
+                self._client(instance).cancel(record.run_id)
             case Reject(_, reason, _):
-                self._fail(record, reason)
+                self._fail(record, reason if self.ready else f"{reason} ({self._why_not})")
             case _:
                 raise AssertionError(f"a router gives no {type(command).__name__}")
+
+    @property
+    def _why_not(self) -> str:
+        return "; ".join(f"{name} died: {reason}" for name, reason in self._dead.items())
+
+    def _client(self, instance: str) -> EngineClient:
+        assert self._fleet is not None
+        return self._fleet.clients[instance]
+
+    def _retire(self, instance: str) -> None:
+        assert self._fleet is not None
+        self._fleet.retire(instance)
+        self._dead.pop(instance, None)
+        self.plan = self.plan.without(instance)
+        self._retired.pop(instance).set_result(None)
 
     def _fail(self, record: _Record, reason: str, *, retryable: bool = True) -> None:
         """End a request that the router knows no more: as a refusal before its first token, as news after it."""
@@ -290,7 +357,7 @@ class Engine:
         for run_id in report.landed:
             record = self._runs.get(run_id)
             if record is not None:
-                self._clients[record.source].landed(run_id)
+                self._client(record.source).landed(run_id)
                 self._tell(KVLanded(record.request.id))
         for run_id in report.preempted:
             record = self._runs.get(run_id)
@@ -306,12 +373,17 @@ class Engine:
             if record is not None:
                 self._tell(Finished(record.request.id))
                 self._fail(record, failed.reason, retryable=failed.retryable)
+        known = any(instance.name == report.instance for instance in self.plan.instances)
+        if not known:
+            return  # it was drained, and its worker is on its way out
         if report.dead is not None:
             self._dead[report.instance] = report.dead
             self._tell(PeerFailed(report.instance))
-            if not self._serviceable():
-                self.ready = False
-                self.progress.error = "; ".join(f"{name} died: {why}" for name, why in self._dead.items())
+        if report.joined:
+            self._restarts += self._dead.pop(report.instance, None) is not None
+            self._tell(PeerJoined(report.instance))
+        if report.dead is not None or report.joined:
+            self.progress.error = None if self.ready else self._why_not
 
     def _on_output(self, output: TokenOutput) -> None:
         record = self._runs.get(output.request_id)
@@ -324,3 +396,7 @@ class Engine:
         if output.finish is not None:
             self._tell(Finished(record.request.id))
             self._forget(record)
+
+
+def _names(instances: Sequence[Instance]) -> str:
+    return ", ".join(instance.name for instance in instances)

@@ -1,35 +1,38 @@
-"""The device seam: everything that the runtime asks of a mesh, and the executor that does it with jax.
+"""The device seam: everything that the runtime asks of an instance's meshes, and the executor that does it with jax.
 
-An executor belongs to the launcher thread of its instance: no other thread calls it, so nothing in it is locked.
+An executor belongs to the launcher thread of its instance: no other thread calls it, so nothing in it is locked. It
+hands the work to the stages of the instance, always to all of them in the same order, and a step is a chain of
+programs, each of which waits for the one on the stage before. The stages may have threads or processes of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jdserve.compat import Device
 from jdserve.core.pages import pages_for
-from jdserve.core.plan import Instance, Plan
+from jdserve.core.plan import Instance, Plan, PrefillInstance
 from jdserve.core.request import Request, SamplingParams
 from jdserve.core.spec import ModelSpec
-from jdserve.models.skeleton import Skeleton
-from jdserve.ops.attention import KVPool, attention_ops
 from jdserve.policy.commands import RunStep
-from jdserve.runtime.buckets import Buckets, Launch, StepShape, buckets_for, fitting, split
-from jdserve.runtime.results import AdmittedSeq, LaunchedStep, PendingStep
-from jdserve.runtime.state import admission, admit, empty_state
-from jdserve.runtime.steps import StepInputs, StepOutputs, step_program
-from jdserve.sharding.rules import ShardingRules, instance_mesh
+from jdserve.runtime.buckets import Launch, buckets_for, fitting, split
+from jdserve.runtime.links import layout_of
+from jdserve.runtime.part import Gathered, Part, Scores, Stages
+from jdserve.runtime.results import AdmittedSeq, LaunchedStep, Outcome, PendingStep
+from jdserve.runtime.spanning import SpanningStages
+from jdserve.runtime.stage import Load
+from jdserve.runtime.state import admission
+from jdserve.runtime.steps import StepInputs, StepOutputs
+from jdserve.runtime.team import Team
+from jdserve.sharding.rules import ShardingRules
 from jdserve.transfer.base import KVCopy, Landed
 from jdserve.transfer.layout import KVLayout
-from jdserve.transfer.pieces import assemble
 
 
 class Executor(Protocol):
@@ -69,8 +72,8 @@ class Executor(Protocol):
         """Call ``pull(layout, meshes)`` of a transport; the one method that any thread may call."""
         ...
 
-    def insert(self, landed: Landed, source: KVLayout, pages: tuple[int, ...]) -> None:
-        """Put landed KV into ``pages`` of the pool."""
+    def insert(self, landed: Landed, source: KVLayout, pages: tuple[int, ...]) -> Callable[[], None]:
+        """Put landed KV into ``pages`` of the pool; gives what waits, on any thread, until ``landed`` was read."""
         ...
 
     @property
@@ -78,17 +81,28 @@ class Executor(Protocol):
         """Whether the pool is still there: a step that broke on the device takes the donated pool with it."""
         ...
 
+    @property
+    def bubble_s(self) -> float:
+        """Seconds in which a pipeline stage had nothing to run while another one ran, summed over the stages of this
+        process."""
+        ...
+
+    def close(self) -> None:
+        """End the threads; what was launched and has not begun is dropped."""
+        ...
+
 
 class JaxExecutor:
-    """Executor over one mesh of tensor-parallel devices.
+    """Executor over one mesh of tensor-parallel devices per pipeline stage.
 
     Args:
         plan: that the instance is part of.
         instance: which one.
         spec: of the model.
-        devices: of the mesh, in order.
-        load: gives skeleton and leaves for (stored KV heads, sharding of (logical axes, shape)).
-        rules: how logical axes lie on the mesh.
+        devices: of each stage's mesh, in order.
+        load: gives the weights of a stage.
+        rules: how logical axes lie on a mesh.
+        team: the other processes of the instance, where it spans several.
     """
 
     def __init__(
@@ -96,99 +110,65 @@ class JaxExecutor:
         plan: Plan,
         instance: Instance,
         spec: ModelSpec,
-        devices: Seq[Device],
-        load: Callable[[int, Callable[..., Any]], tuple[Skeleton, tuple[Array, ...]]],
+        devices: Seq[Seq[Device]],
+        load: Load,
         rules: ShardingRules | None = None,
+        team: Team | None = None,
     ) -> None:
         self._spec = spec
-        self._page_size = plan.page_size
         self._longest = plan.max_model_len
         self._width = pages_for(plan.max_model_len, plan.page_size)
-        self._pages = instance.pages
-        self._dtype = jnp.dtype(plan.dtype)
-        self._buckets: Buckets = buckets_for(plan, instance)
-        self._rules = rules or ShardingRules()
-        self._mesh = instance_mesh(list(devices))
-        self._whole = self._rules.replicated(self._mesh)
-        self.layout = KVLayout(
-            spec.layers, spec.kv_heads, spec.head_dim, plan.page_size, plan.dtype, instance.tp, instance.pp
+        self._buckets = buckets_for(plan, instance)
+        self.layout = layout_of(plan, instance, spec)
+        self._depth = instance.pp
+        part = Part(
+            plan,
+            instance,
+            spec,
+            self.layout,
+            self._buckets,
+            devices,
+            load,
+            rules or ShardingRules(),
+            None if team is None else team.activations,
+            None if team is None else team.lose,
         )
-        heads = self.layout.stored_kv_heads
-        self._model, self._leaves = load(heads, lambda axes, shape: self._rules.sharding(self._mesh, axes, shape))
-        self._pool_shape = (spec.layers, self._pages + 1, heads, plan.page_size, spec.head_dim)
-        self._pool_sharding = self._rules.sharding(self._mesh, (None, None, "kv_heads", None, None), self._pool_shape)
-        self._pool_shardings: Any = KVPool(*(cast("Any", self._pool_sharding),) * 2)
-        self._programs: dict[StepShape, Any] = {}
-        self._compile_helpers()
-        self._make_state()
-
-    def _compile_helpers(self) -> None:
-        pool, whole = self._pool_shardings, self._whole
-        self._admit = jax.jit(
-            admit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole), out_shardings=(whole, whole)
-        )
-        self._gather = jax.jit(
-            lambda pool, pages: KVPool(pool.keys[:, pages], pool.values[:, pages]),
-            in_shardings=(pool, whole),
-            out_shardings=pool,
-        )
-        self._insert = jax.jit(
-            lambda pool, new, pages: KVPool(
-                pool.keys.at[:, pages].set(new.keys), pool.values.at[:, pages].set(new.values)
-            ),
-            donate_argnums=0,
-            in_shardings=(pool, pool, whole),
-            out_shardings=pool,
-        )
-
-    @property
-    def intact(self) -> bool:
-        """Whether the pool was not lost to a launch that failed."""
-        return not self._pool.keys.is_deleted()
-
-    def _make_state(self) -> None:
-        """An empty, zeroed pool (stale NaN must not exist) and no sequence."""
-        zeros = jax.jit(
-            lambda: KVPool(*(jnp.zeros(self._pool_shape, self._dtype) for _ in range(2))),
-            out_shardings=self._pool_shardings,
-        )
-        self._pool = zeros()
-        self._fixed, self._live = jax.device_put(
-            empty_state(self._buckets.slots, self._width, self._spec.vocab), self._whole
-        )
+        self._meshes, self._programs = part.meshes, part.programs
+        self._stages: Stages = part if team is None else SpanningStages(part, team)
         self._seqs: dict[str, AdmittedSeq] = {}
         self._slots = list(range(self._buckets.slots - 1, -1, -1))
+        self._parks = self._depth > 1 and isinstance(instance, PrefillInstance)
+        self._copies: dict[tuple[int, ...], tuple[int, Gathered]] = {}
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
         """Compile every bucket ahead of time and run it once on padding."""
-        shapes = self._buckets.steps
-        attention = attention_ops(self._mesh.devices.flat[0].platform)
-        pool = self._pool_shardings
-        for index, shape in enumerate(shapes):
-            step = jax.jit(
-                step_program(self._model, shape, attention, self._page_size),
-                donate_argnums=(1, 3),
-                in_shardings=(
-                    tuple(leaf.sharding for leaf in self._leaves),
-                    pool,
-                    self._whole,
-                    self._whole,
-                    self._whole,
-                ),
-                out_shardings=(pool, self._whole, self._whole),
-            )
-            inputs = self._inputs(Launch(shape))
-            lowered = step.lower(self._leaves, self._pool, self._fixed, self._live, inputs)
-            self._programs[shape] = lowered.compile()
-            jax.block_until_ready(self._run(shape, inputs))
-            progress((index + 1) / (len(shapes) + 1))
+        done = itertools.count(1)
+        self._stages.compile(lambda: progress(next(done) / (self._programs + 1)))
+        for shape in self._buckets.steps:
+            jax.block_until_ready(self._chain(Launch(shape)).result())
         # The dummy slot stays greedy: otherwise every padded batch would draw noise for all of its rows.
         self._admit_row(Request("", (0,), SamplingParams(temperature=0.0)), (), self._buckets.slots)
-        jax.block_until_ready(self._pool)
+        if not self.intact:
+            raise RuntimeError("a program broke while warming up")
+        self._stages.bubbles.seconds = 0.0
         progress(1.0)
 
+    @property
+    def intact(self) -> bool:
+        """Whether no stage has lost its pool, and all of them take work."""
+        return self._stages.intact
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds of idle stages; 0 with a single one in this process."""
+        return self._stages.bubbles.seconds
+
+    def close(self) -> None:
+        """End the stage threads."""
+        self._stages.close()
+
     def admit(self, request: Request, pages: tuple[int, ...]) -> None:
-        """Write the request's row on the device."""
+        """Write the request's row on the devices."""
         slot = self._slots.pop()
         self._seqs[request.id] = AdmittedSeq(request, slot, len(pages))
         self._admit_row(request, pages, slot)
@@ -203,7 +183,7 @@ class JaxExecutor:
             vocab=self._spec.vocab,
             eos=self._spec.eos,
         )
-        self._fixed, self._live = self._admit(self._fixed, self._live, row)
+        self._stages.admit(row)
 
     def forget(self, request_id: str) -> None:
         """Free the request's slot."""
@@ -214,14 +194,29 @@ class JaxExecutor:
     def launch(self, step: RunStep) -> PendingStep:
         """Launch every part of the step; parts follow each other on the device without the host."""
         launches = split(self._buckets, step.chunks, step.decodes)
-        outputs = [self._run(launch.shape, self._inputs(launch)) for launch in launches]
-        return LaunchedStep(tuple(zip(launches, outputs, strict=True)), self._seqs)
+        pending = LaunchedStep([(launch, self._chain(launch)) for launch in launches], self._seqs)
+        if self._parks:
+            self._copy_out(step)
+        return pending
 
-    def _run(self, shape: StepShape, inputs: StepInputs) -> StepOutputs:
-        self._pool, self._live, outputs = self._programs[shape](
-            self._leaves, self._pool, self._fixed, self._live, inputs
+    def _chain(self, launch: Launch) -> Outcome[StepOutputs]:
+        """One launch through all stages; the outcome is that of the last."""
+        chunks = [self._seqs[chunk.request_id].request.params for chunk in launch.chunks]
+        decodes = [self._seqs[decode.request_id].request.params for decode in launch.decodes]
+        scores = Scores(
+            any(params.logprobs is not None for params in (*chunks, *decodes)),
+            any(params.prompt_logprobs is not None for params in chunks),
         )
-        return outputs
+        return self._stages.run(launch.shape, self._inputs(launch), scores)
+
+    def _copy_out(self, step: RunStep) -> None:
+        """Copy the KV of prompts that end in ``step`` right behind it: later it would wait for the steps in flight."""
+        oldest = step.step_id - self._depth
+        for pages in [pages for pages, (step_id, _) in self._copies.items() if step_id <= oldest]:
+            self._stages.drop(self._copies.pop(pages)[1])
+        for chunk in step.chunks:
+            if chunk.last:
+                self._copies[chunk.pages] = (step.step_id, self._gather(chunk.pages))
 
     def _inputs(self, launch: Launch) -> StepInputs:
         """Host inputs, in fresh arrays: jax may still read those of an earlier launch."""
@@ -244,15 +239,18 @@ class JaxExecutor:
                 following = seq.request.prompt[chunk.start + 1 : stop + 1]
                 chunk_tokens[3, place.start : place.start + len(following)] = following
             chunks[:, index] = seq.slot, chunk.start, at - 1, chunk.last
-        decodes = np.zeros((3, shape.seqs), np.int32)
+        decodes = np.zeros((4, shape.seqs), np.int32)
         decodes[0] = dummy
         decodes[1] = self._width
+        decodes[3] = -1
         for index, decode in enumerate(launch.decodes):
             seq = self._seqs[decode.request_id]
             decodes[0, index] = seq.slot
             if len(decode.pages) > seq.pages:
                 decodes[1, index], decodes[2, index] = seq.pages, decode.pages[seq.pages]
                 seq.pages += 1
+            if self._depth > 1:
+                decodes[3, index] = seq.token  # the first stage does not see what the last one sampled
         return StepInputs(chunk_tokens, chunks, decodes)
 
     @property
@@ -262,18 +260,21 @@ class JaxExecutor:
 
     def gather(self, pages: tuple[int, ...]) -> KVCopy:
         """Copy pages out of the pool, padded to a bucket with the null page."""
+        _, gathered = self._copies.pop(pages, None) or (0, self._gather(pages))
         size = fitting(self._buckets.transfers, len(pages))
-        keys, values = self._gather(self._pool, _padded(pages, size))
-        return KVCopy(self.layout, [(keys, values)], size)
+        return gathered.copy(self.layout, size)
+
+    def _gather(self, pages: tuple[int, ...]) -> Gathered:
+        return self._stages.gather(_padded(pages, fitting(self._buckets.transfers, len(pages))))
 
     def pull(self, pull: Callable[..., Landed]) -> Landed:
-        """Let a transport land KV on this mesh."""
-        return pull(self.layout, [self._mesh])
+        """Let a transport land KV on the meshes of all stages."""
+        return pull(self.layout, self._meshes)
 
-    def insert(self, landed: Landed, source: KVLayout, pages: tuple[int, ...]) -> None:
+    def insert(self, landed: Landed, source: KVLayout, pages: tuple[int, ...]) -> Callable[[], None]:
         """Write landed KV into the pool in place; padding goes to the null page."""
-        ((keys, values),) = assemble(landed, source, self.layout, [self._pool_sharding])
-        self._pool = self._insert(self._pool, KVPool(keys, values), _padded(pages, landed.pages))
+        inserts = self._stages.insert(landed, source, _padded(pages, landed.pages))
+        return lambda: jax.block_until_ready([insert.result() for insert in inserts])
 
 
 def _padded(pages: tuple[int, ...], size: int) -> np.ndarray:

@@ -16,13 +16,13 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from jdserve.core.errors import TransferError
 from jdserve.core.pages import pages_for
 from jdserve.core.plan import DecodeInstance, PrefillInstance, role_of
 from jdserve.core.plan import Instance as InstancePlan
@@ -31,11 +31,11 @@ from jdserve.policy.base import Machine, Scheduler
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject, Release, RunStep
 from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, KVReady, LeaseExpired, PullFailed, StepDone
 from jdserve.runtime.executor import Executor
-from jdserve.runtime.live import Broken, HandOff, Live, Message, News, PullEnded, Stop, Submit
+from jdserve.runtime.links import Links
+from jdserve.runtime.live import Broken, HandOff, Live, Message, News, PullEnded, StepEnded, Stop, Submit
 from jdserve.runtime.outputs import Failed, InstanceStats, Parked, Report, TokenOutput
 from jdserve.runtime.results import PendingStep, RowResult
-from jdserve.transfer.base import Transport
-from jdserve.transfer.layout import KVHandle, KVLayout
+from jdserve.transfer.layout import KVHandle
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class Instance:
         plan: of the instance.
         scheduler: its fresh state machine.
         executor: its mesh, warmed up.
-        transport: moves KV to and from it.
-        destinations: layouts of the decode instances that may pull from it.
+        links: move KV to and from it.
         eos: token ids that end a text.
         report: takes news; called on the launcher thread.
         recorder: stands between the runtime and ``scheduler`` to keep a log.
@@ -65,8 +64,7 @@ class Instance:
         plan: InstancePlan,
         scheduler: Scheduler,
         executor: Executor,
-        transport: Transport,
-        destinations: Seq[KVLayout],
+        links: Links,
         eos: Seq[int],
         report: Callable[[Report], None],
         recorder: Machine | None = None,
@@ -77,15 +75,17 @@ class Instance:
         self._scheduler = scheduler
         self._machine = recorder or scheduler
         self._executor = executor
-        self._transport = transport
-        self._destinations = destinations
+        self._links = links
         self._eos = tuple(eos)
         self._report = report
         self._clock = clock
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[str, Live] = {}
         self._leases: dict[str, int] = {}
-        self._step: tuple[RunStep, PendingStep, int] | None = None
+        self._flights: deque[tuple[RunStep, PendingStep, int]] = deque()
+        self._ended = 0
+        # With one stage the launcher thread has nothing else to do than to wait for the step in flight.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-read") if plan.pp > 1 else None
         self._rows: dict[str, RowResult] = {}
         self._error = ""
         self._news = News()
@@ -119,12 +119,24 @@ class Instance:
         """State after the last event."""
         return self._stats
 
+    def busy_s(self) -> float:
+        """Seconds since the oldest step in flight was launched, 0 where none is."""
+        try:
+            return (self._clock() - self._flights[0][2]) / 1e9
+        except IndexError:
+            return 0.0
+
     def stop(self) -> None:
         """End the launcher thread after the step in flight."""
+        for live in list(self._live.values()):
+            live.abandoned.set()
         self._inbox.put(Stop())
         if self._thread.is_alive():
             self._thread.join()
         self._pulls.shutdown(wait=True, cancel_futures=True)
+        self._executor.close()
+        if self._reader is not None:
+            self._reader.shutdown()
 
     def _run(self) -> None:
         try:
@@ -134,7 +146,7 @@ class Instance:
                     return
                 if message is not None:
                     self._take(message)
-                elif self._step is not None:
+                elif self._flights and self._reader is None:
                     self._finish_step()
                 self._expire_leases()
         except Exception as error:
@@ -145,7 +157,7 @@ class Instance:
     def _next_message(self) -> Message | None:
         """The next message; None where a step is to be waited for, or a lease may have run out."""
         try:
-            if self._step is not None:
+            if self._flights and self._reader is None:
                 return self._inbox.get_nowait()
             if not self._leases:
                 return self._inbox.get()
@@ -164,8 +176,14 @@ class Instance:
                 self._handle(KVReady(request.id, source, len(request.prompt) - 1, request.remaining))
             case PullEnded():
                 self._pull_ended(message)
+            case StepEnded():
+                self._finish_step()
             case Stop():
                 raise AssertionError("handled by the loop")
+            case Cancelled(request_id):
+                if request_id in self._live:
+                    self._live[request_id].abandoned.set()
+                self._handle(message)
             case event:
                 self._handle(event)
 
@@ -206,32 +224,40 @@ class Instance:
             for chunk in step.chunks:
                 live = self._live[chunk.request_id]
                 live.cached = chunk.start if live.cached is None else live.cached
+            self._count(prefilled_tokens=sum(chunk.count for chunk in step.chunks))
             pending = self._executor.launch(step)
         except Exception as error:
             if not self._executor.intact:
                 raise
             pending = Broken(error)
-        self._step = (step, pending, started)
+        if self._reader is not None:
+            future = self._reader.submit(pending.result)
+            future.add_done_callback(lambda _: self._inbox.put(StepEnded()))
+            pending = future
+        self._flights.append((step, pending, started))
 
     def _finish_step(self) -> None:
-        assert self._step is not None
-        step, pending, started = self._step
-        self._step = None
+        step, pending, started = self._flights[0]  # in flight until the tokens are here: others watch for how long
         names = [part.request_id for part in itertools.chain(step.chunks, step.decodes)]
-        if isinstance(pending, Broken):
-            self._error = f"{type(pending.error).__name__}: {pending.error}"
-            rows, failed = {}, names
-        else:
-            self._error = "the model gave no finite logits"
+        try:
             rows = pending.result()
             failed = [name for name, row in rows.items() if not row.finite]
+            self._error = "the model gave no finite logits"
+        except Exception as error:
+            if not self._executor.intact:
+                raise
+            self._error = f"{type(error).__name__}: {error}"
+            rows, failed = {}, names
+        self._flights.popleft()
         self._rows = rows
         stopped = [name for name, row in rows.items() if self._live[name].is_stop(row.token, self._eos)]
         if isinstance(self._plan, PrefillInstance):
             # What decodes next is another instance: the slot is free as soon as the prompt is computed.
             for name in names:
                 self._executor.forget(name)
-        self._count(steps=1, busy_s=(self._clock() - started) / 1e9)
+        now = self._clock()
+        self._count(steps=1, busy_s=(now - max(started, self._ended)) / 1e9)  # steps of a pipeline overlap
+        self._ended = now
         self._handle(StepDone(step.step_id, tuple(stopped), tuple(failed)))
 
     def _emit(self, emit: Emit) -> None:
@@ -259,11 +285,13 @@ class Instance:
 
     def _park(self, request_id: str, live: Live) -> None:
         assert isinstance(self._plan, PrefillInstance)
-        copy = self._executor.gather(live.pages)
-        live.handles = tuple(
-            self._transport.offer(request_id, self.name, copy, destination, self._plan.lease_s)
-            for destination in self._destinations
-        )
+        try:
+            live.handles = self._links.offer(
+                request_id, self.name, lambda: self._executor.gather(live.pages), self._plan.lease_s
+            )
+        except Exception:
+            # Without an offer the pull fails, and the router has the prompt computed again.
+            logger.exception("%s cannot offer the KV of request %s", self.name, request_id)
         self._leases[request_id] = self._clock() + int(self._plan.lease_s * 1e9)
         self._news.parked.append(Parked(request_id, tuple(live.handles)))
 
@@ -279,7 +307,7 @@ class Instance:
         live = self._live.pop(request_id, None)
         if live is not None and isinstance(self._plan, PrefillInstance):
             for handle in live.handles:
-                self._transport.release(handle)
+                self._links.release(handle)
 
     def _preempt(self, request_id: str) -> None:
         if isinstance(self._plan, DecodeInstance):
@@ -296,9 +324,11 @@ class Instance:
             started = time.monotonic()
             landed, error = None, ""
             try:
-                handle = self._own_handle(live)
+                handle = self._links.pick(live.handles, pull.source, self.name, self._executor.layout)
                 landed = self._executor.pull(
-                    lambda layout, meshes: self._transport.pull(handle, layout, meshes, PULL_TIMEOUT_S)
+                    lambda layout, meshes: self._links.pull(
+                        handle, layout, meshes, PULL_TIMEOUT_S, live.abandoned.is_set
+                    )
                 )
             except Exception as problem:
                 error = str(problem)
@@ -306,21 +336,15 @@ class Instance:
 
         self._pulls.submit(run)
 
-    def _own_handle(self, live: Live) -> KVHandle:
-        layout = self._executor.layout
-        for handle in live.handles:
-            if handle.destination == layout:
-                return handle
-        raise TransferError(f"request {live.request.id}: no offer is laid out for {self.name}")
-
     def _pull_ended(self, ended: PullEnded) -> None:
         request_id = ended.pull.request_id
         live = self._live[request_id]
         error = ended.error
         if ended.landed is not None:
-            handle = self._own_handle(live)
-            used = pages_for(ended.pull.tokens, handle.layout.page_size)
-            self._executor.insert(ended.landed, handle.layout, ended.pull.pages[:used])
+            landed = ended.landed
+            used = pages_for(ended.pull.tokens, self._executor.layout.page_size)
+            read = self._executor.insert(landed, live.handles[0].layout, ended.pull.pages[:used])
+            self._pulls.submit(_return_memory, read, landed.done)
             self._count(transfers=1, transfer_bytes=ended.landed.bytes, transfer_s=ended.seconds)
             self._news.landed.append(request_id)
             self._handle(KVLanded(request_id))
@@ -335,24 +359,10 @@ class Instance:
         if report is not None:
             self._report(report)
 
-    def _count(
-        self,
-        *,
-        steps: int = 0,
-        busy_s: float = 0.0,
-        transfers: int = 0,
-        transfer_bytes: int = 0,
-        transfer_s: float = 0.0,
-    ) -> None:
-        counts = self._counts
-        self._counts = msgspec.structs.replace(
-            counts,
-            steps=counts.steps + steps,
-            busy_s=counts.busy_s + busy_s,
-            transfers=counts.transfers + transfers,
-            transfer_bytes=counts.transfer_bytes + transfer_bytes,
-            transfer_s=counts.transfer_s + transfer_s,
-        )
+    def _count(self, **more: float) -> None:
+        """Add to the numbers that only grow."""
+        grown = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = msgspec.structs.replace(self._counts, **grown)
 
     def _snapshot(self) -> None:
         """Publish the machine's state for other threads: one immutable value, so that it is consistent."""
@@ -367,4 +377,11 @@ class Instance:
             pages_owned=pool.owned,
             pages_cached=pool.cached,
             preemptions=scheduler.preemptions,
+            bubble_s=self._executor.bubble_s,
         )
+
+
+def _return_memory(read: Callable[[], None], done: Callable[[], None]) -> None:
+    """Wait until the insert has read what has landed, which may lie in memory that the source reuses then."""
+    read()
+    done()

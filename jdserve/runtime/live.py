@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Live:
         admitted: the executor keeps its state.
         cached: prompt tokens that came out of the prefix cache, None before the first launch.
         handles: offers that stand for its parked KV (prefill), or that it can be pulled by (decode).
+        abandoned: nobody wants what is being pulled any more.
     """
 
     request: Request
@@ -33,6 +35,7 @@ class Live:
     admitted: bool = False
     cached: int | None = None
     handles: Seq[KVHandle] = ()
+    abandoned: threading.Event = field(default_factory=threading.Event)
 
     def is_stop(self, token: int, eos: Seq[int]) -> bool:
         """Whether ``token``, the next one, ends the text."""
@@ -76,11 +79,16 @@ class PullEnded:
 
 
 @dataclass(frozen=True)
+class StepEnded:
+    """A step of a pipeline has ended; steps end in the order of their launch."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the launcher thread."""
 
 
-Message = Submit | HandOff | PullEnded | Stop | Event
+Message = Submit | HandOff | PullEnded | StepEnded | Stop | Event
 """What the launcher thread takes, in order."""
 
 

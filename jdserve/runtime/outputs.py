@@ -85,6 +85,7 @@ class Report(msgspec.Struct, frozen=True):
         pull_failed: requests whose KV did not arrive.
         rejected: requests that this instance refuses.
         dead: why the instance can do nothing any more, None while it lives.
+        joined: the instance takes work, for the first time or again.
     """
 
     instance: str
@@ -95,10 +96,11 @@ class Report(msgspec.Struct, frozen=True):
     pull_failed: tuple[Failed, ...] = ()
     rejected: tuple[Failed, ...] = ()
     dead: str | None = None
+    joined: bool = False
 
 
 class InstanceStats(msgspec.Struct, frozen=True):
-    """State of one instance now; ``preemptions``, ``steps`` and ``transfer*`` only grow.
+    """State of one instance now; ``preemptions``, ``steps``, ``*_s`` and ``transfer*`` only grow.
 
     Attributes:
         name, role: of the instance.
@@ -106,7 +108,10 @@ class InstanceStats(msgspec.Struct, frozen=True):
         pages_total, pages_free, pages_owned, pages_cached: of its pool; total is the sum of the others.
         preemptions: sequences whose pages were taken back.
         steps: launched.
+        prefilled_tokens: prompt tokens computed here.
         busy_s: seconds in steps.
+        bubble_s: seconds in which a pipeline stage had nothing to run while another one ran, summed over the stages of
+            the process that leads the instance.
         transfers, transfer_bytes, transfer_s: KV that landed here, and seconds from pull to landing, summed.
     """
 
@@ -121,7 +126,9 @@ class InstanceStats(msgspec.Struct, frozen=True):
     pages_cached: int = 0
     preemptions: int = 0
     steps: int = 0
+    prefilled_tokens: int = 0
     busy_s: float = 0.0
+    bubble_s: float = 0.0
     transfers: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
@@ -141,12 +148,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     Attributes:
         instances: in the order of the plan.
         recompilations: programs compiled after the engine was ready; anything but 0 is a fault.
-        dead: why each instance died that did.
+        dead: why each instance died that did not come back yet.
+        restarts: instances that came back after they had died.
+        retries: runs of requests that had to begin anew after a failure.
     """
 
     instances: tuple[InstanceStats, ...]
     recompilations: int = 0
     dead: dict[str, str] = {}
+    restarts: int = 0
+    retries: int = 0
 
     @property
     def transfers(self) -> TransferStats:

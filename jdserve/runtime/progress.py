@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+STAGES = ("start", "download", "convert", "load", "compile", "ready")
+
 
 class Progress:
     """The present stage of a start. Call it with a stage and a share to move it; any thread may.
@@ -12,7 +14,7 @@ class Progress:
         listener: told of every move, on the thread that makes it.
 
     Attributes:
-        stage: ``start``, ``download``, ``convert``, ``load``, ``compile`` or ``ready``.
+        stage: one of :data:`STAGES`.
         done: share of the stage in [0, 1], None if unknown.
         error: what broke the start, None if nothing did.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from jdserve.policy.commands import Chunk
 from jdserve.runtime.buckets import Launch
 from jdserve.runtime.outputs import TokenLogprobs
 from jdserve.runtime.steps import StepOutputs
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,23 @@ class AdmittedSeq:
         request: as admitted.
         slot: row of the device state.
         pages: entries of its block table that the device knows.
+        token: last one that was read back from the device, -1 before the first.
         scored: log-probabilities of its prompt so far.
     """
 
     request: Request
     slot: int
     pages: int
+    token: int = -1
     scored: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Outcome(Protocol[T_co]):
+    """What comes of work that a stage was given; a :class:`concurrent.futures.Future` is one."""
+
+    def result(self) -> T_co:
+        """Wait for it. Raises whatever broke the work."""
+        ...
 
 
 class LaunchedStep:
@@ -66,7 +79,7 @@ class LaunchedStep:
         seqs: the requests in them, and perhaps more.
     """
 
-    def __init__(self, parts: tuple[tuple[Launch, StepOutputs], ...], seqs: Mapping[str, AdmittedSeq]) -> None:
+    def __init__(self, parts: Seq[tuple[Launch, Outcome[StepOutputs]]], seqs: Mapping[str, AdmittedSeq]) -> None:
         self._parts = parts
         names = {chunk.request_id for launch, _ in parts for chunk in launch.chunks}
         names |= {seq.request_id for launch, _ in parts for seq in launch.decodes}
@@ -76,7 +89,8 @@ class LaunchedStep:
     def result(self) -> dict[str, RowResult]:
         """Wait for the tokens and read them back."""
         rows: dict[str, RowResult] = {}
-        for launch, outputs in self._parts:
+        for launch, outcome in self._parts:
+            outputs = outcome.result()
             tokens, finite = np.asarray(outputs.sampled.tokens), np.asarray(outputs.sampled.finite)
             self._score(outputs.prompt, launch.chunks)
             asked = [(index, chunk.request_id) for index, chunk in enumerate(launch.chunks) if chunk.last]
@@ -84,6 +98,7 @@ class LaunchedStep:
             top = _host(outputs.sampled.logprobs) if any(self._wants(name) is not None for _, name in asked) else None
             for row, name in asked:
                 wanted = self._wants(name)
+                self._seqs[name].token = int(tokens[row])
                 scored = row < launch.shape.segments and self._seqs[name].request.params.prompt_logprobs is not None
                 rows[name] = RowResult(
                     token=int(tokens[row]),

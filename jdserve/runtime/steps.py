@@ -1,11 +1,14 @@
 """The step program: one function, traced once per shape, that serves prefill, decode and mixed steps.
 
+An instance of several stages runs a chain of them: the first embeds, each runs its layers, the last one samples.
+
 Host inputs of a launch with T prompt tokens, R chunks and B decoding sequences:
 
 - ``chunk_tokens`` ``int32[4, T]``: token, position, chunk it belongs to (R for padding), and the token that follows it
   where the request wants prompt log-probabilities (-1 elsewhere);
 - ``chunks`` ``int32[4, R]``: slot, tokens before the chunk, index of its last token, 1 if it ends the prompt;
-- ``decodes`` ``int32[3, B]``: slot, and the column and page of a block table entry that is new (column W for none).
+- ``decodes`` ``int32[4, B]``: slot, the column and page of a block table entry that is new (column W for none), and
+  the token to feed in; -1 takes the last one that was sampled on this device, without a round trip to the host.
 
 Everything else is on the device already.
 """
@@ -73,8 +76,9 @@ def _rows(inputs: StepInputs, live: LiveState, page_size: int) -> _Rows:
     decode_position = jnp.where(alive, live.context[slots], 0)
     row_slots = jnp.concatenate((segment_slots[segment], slots))
     positions = jnp.concatenate((position, decode_position))
+    told = inputs.decodes[3]
     return _Rows(
-        tokens=jnp.concatenate((token, live.last_token[slots])),
+        tokens=jnp.concatenate((token, jnp.where(told >= 0, told, live.last_token[slots]))),
         positions=positions,
         pages=live.tables[row_slots, positions // page_size],
         offsets=positions % page_size,
@@ -85,19 +89,25 @@ def _rows(inputs: StepInputs, live: LiveState, page_size: int) -> _Rows:
 
 
 def step_program(
-    model: Skeleton, shape: StepShape, attention: AttentionOps, page_size: int
-) -> Callable[..., tuple[KVPool, LiveState, StepOutputs]]:
-    """The function ``step(leaves, pool, fixed, live, inputs) -> (pool, live, outputs)`` of one shape.
+    model: Skeleton, shape: StepShape, attention: AttentionOps, page_size: int, *, first: bool = True, last: bool = True
+) -> Callable[..., tuple[KVPool, LiveState, StepOutputs | Array]]:
+    """The function ``step(leaves, pool, fixed, live, inputs, given) -> (pool, live, outputs)`` of one shape and stage.
 
-    It is to be jitted with ``pool`` and ``live`` donated.
+    It is to be jitted with ``pool`` and ``live`` donated. ``given [T + B, E]`` comes from the stage before, None on
+    the first one; ``outputs`` is what the next stage is given, and StepOutputs on the last one.
     """
     tokens = shape.tokens
 
     def step(
-        leaves: tuple[Array, ...], pool: KVPool, fixed: FixedState, live: LiveState, inputs: StepInputs
-    ) -> tuple[KVPool, LiveState, StepOutputs]:
+        leaves: tuple[Array, ...],
+        pool: KVPool,
+        fixed: FixedState,
+        live: LiveState,
+        inputs: StepInputs,
+        given: Array | None,
+    ) -> tuple[KVPool, LiveState, StepOutputs | Array]:
         module = model.merge(leaves)
-        slots, column, page = inputs.decodes
+        slots, column, page, _ = inputs.decodes
         live = live._replace(tables=live.tables.at[slots, column].set(page, mode="drop"))
         rows = _rows(inputs, live, page_size)
 
@@ -112,36 +122,40 @@ def step_program(
                 parts.append(attention.decode(q[tokens:], pool, layer, rows.decode_tables, rows.decode_context))
             return jnp.concatenate(parts), pool
 
-        hidden, pool = module.layers(module.embed(rows.tokens), rows.positions, attend, pool)
+        hidden, pool = module.layers(module.embed(rows.tokens) if first else given, rows.positions, attend, pool)
         ends = jnp.concatenate((inputs.chunks[2], tokens + jnp.arange(shape.seqs, dtype=jnp.int32)))
-        sampled, live = _choose(module.logits(hidden[ends]), fixed, live, inputs, rows.positions[ends] + 1)
+        position = rows.positions[ends] + 1
+        to = _complete(inputs, dummy=live.last_token.shape[0] - 1)
+        live = live._replace(context=live.context.at[to].set(position))
+        if not last:
+            return pool, live, hidden
+        sampled, live = _choose(module.logits(hidden[ends]), fixed, live, inputs, position, to)
         prompt = _score_prompt(module.logits, hidden[:tokens], inputs.chunk_tokens[3], live.counts.shape[1])
         return pool, live, StepOutputs(sampled, prompt)
 
     return step
 
 
+def _complete(inputs: StepInputs, dummy: int) -> Array:
+    """Slot of each row whose prompt is complete, so that it gets a token; the dummy for the others."""
+    slots = jnp.concatenate((inputs.chunks[0], inputs.decodes[0]))
+    complete = jnp.concatenate((inputs.chunks[3] > 0, inputs.decodes[0] != dummy))
+    return jnp.where(complete, slots, dummy)
+
+
 def _choose(
-    logits: Array, fixed: FixedState, live: LiveState, inputs: StepInputs, position: Array
+    logits: Array, fixed: FixedState, live: LiveState, inputs: StepInputs, position: Array, to: Array
 ) -> tuple[Sampled, LiveState]:
-    """Sample a token per row and write it into the state of the rows whose prompt is complete."""
-    dummy = live.last_token.shape[0] - 1
+    """Sample a token per row and write it into the state of slots ``to``."""
     slots = jnp.concatenate((inputs.chunks[0], inputs.decodes[0]))
     rows = jax.tree.map(lambda leaf: leaf[slots], fixed.sampling)
     sampled = sample(logits, rows, lambda: (live.counts[slots], fixed.in_prompt[slots]), position)
-    complete = jnp.concatenate((inputs.chunks[3] > 0, inputs.decodes[0] != dummy))
-    to = jnp.where(complete, slots, dummy)
     counts = lax.cond(
         uses_penalties(rows).any(),
         lambda: live.counts.at[to, sampled.tokens].add(1, mode="promise_in_bounds"),
         lambda: live.counts,
     )
-    return sampled, LiveState(
-        last_token=live.last_token.at[to].set(sampled.tokens),
-        context=live.context.at[to].set(position),
-        tables=live.tables,
-        counts=counts,
-    )
+    return sampled, live._replace(last_token=live.last_token.at[to].set(sampled.tokens), counts=counts)
 
 
 def _score_prompt(logits: Callable[[Array], Array], hidden: Array, targets: Array, vocab: int) -> TopLogprobs:

@@ -30,6 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=_seconds, default=30.0, help="seconds that a shutdown waits for open requests")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the HTTP server (default: %(default)s)")
     add("--record", type=Path, help="folder for the event log of each scheduler, for `jdserve replay`")
+    add("--in-process", action="store_true", help="run all instances in this process instead of workers")
+    add("--oversubscribe", action="store_true", help="let workers share CPU cores: none is pinned")
+    add(
+        "--control",
+        type=_address,
+        default=("127.0.0.1", 0),
+        metavar="HOST:PORT",
+        help="where workers of other hosts join; needs --secret-file (default: this host only)",
+    )
+    add("--secret-file", type=Path, help="file with the secret (16 characters or more) that joining workers share")
+    add("--join-timeout", type=_seconds, default=60.0, help="seconds to wait for workers of other hosts")
+    add("--heartbeat-timeout", type=_seconds, default=10.0, help="seconds of silence after which a worker is dead")
 
 
 def _port(text: str) -> int:
@@ -37,6 +49,13 @@ def _port(text: str) -> int:
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"a port is between 0 and 65535, got {text!r}")
     return value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise argparse.ArgumentTypeError(f"HOST:PORT is wanted, got {text!r}")
+    return host, _port(port)
 
 
 def _positive(text: str) -> int:
@@ -72,6 +91,12 @@ def run(args: argparse.Namespace) -> int:
             log_level=args.log_level,
             record=args.record,
             max_model_len=args.max_model_len,
+            in_process=args.in_process,
+            oversubscribe=args.oversubscribe,
+            control=args.control,
+            secret_file=args.secret_file,
+            join_timeout_s=args.join_timeout,
+            heartbeat_timeout_s=args.heartbeat_timeout,
         )
     )
 

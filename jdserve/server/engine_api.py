@@ -20,7 +20,8 @@ class TextEngine(Protocol):
     Attributes:
         spec: of the model; bounds token ids.
         max_model_len: most prompt and generated tokens of one request together.
-        ready: every step shape is compiled and an instance of each phase lives.
+        started: every step shape is compiled, and requests are taken.
+        ready: the instances that live now can serve a request from end to end.
         draining: no new request is taken.
         progress: of the start-up.
     """
@@ -30,6 +31,9 @@ class TextEngine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def started(self) -> bool: ...
 
     @property
     def ready(self) -> bool: ...

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jdserve.runtime.outputs import EngineStats
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.text import TextDelta
 
@@ -29,8 +30,23 @@ GAUGES = {
     "pages_free": "Pages that nobody holds",
     "pages_owned": "Pages that live requests hold",
     "pages_cached": "Pages that only the prefix cache holds",
+    "instance_up": "1 when the instance takes work",
 }
 """Numbers of an instance, by metric; in its stats they have the same name, without ``requests_``."""
+
+COUNTERS = {
+    "preemptions": "Requests sent back to the queue",
+    "steps": "Steps launched",
+    "step_seconds": "Seconds in steps",
+    "prefilled_tokens": "Prompt tokens computed; on a decode instance there are none",
+    "pipeline_bubble_seconds": "Stage seconds idle while another stage ran",
+}
+"""Numbers of an instance that only grow."""
+
+FIELDS = {"step_seconds": "busy_s", "pipeline_bubble_seconds": "bubble_s"}
+"""Where a number has another name in the stats."""
+
+MetricFamily = TypeVar("MetricFamily", GaugeMetricFamily, CounterMetricFamily)
 
 
 class Metrics:
@@ -118,14 +134,9 @@ class _EngineCollector(Collector):
         stats = self._engine.stats()
         labels = ["instance", "role"]
         for name, help in GAUGES.items():
-            gauge = GaugeMetricFamily(f"jdserve:{name}", help, labels=labels)
-            for instance in stats.instances:
-                gauge.add_metric([instance.name, instance.role], getattr(instance, name.removeprefix("requests_")))
-            yield gauge
-        preemptions = CounterMetricFamily("jdserve:preemptions", "Requests sent back to the queue", labels=labels)
-        for instance in stats.instances:
-            preemptions.add_metric([instance.name, instance.role], instance.preemptions)
-        yield preemptions
+            yield _filled(GaugeMetricFamily(f"jdserve:{name}", help, labels=labels), stats, name)
+        for name, help in COUNTERS.items():
+            yield _filled(CounterMetricFamily(f"jdserve:{name}", help, labels=labels), stats, name)
         transfers = stats.transfers
         yield CounterMetricFamily("jdserve:kv_transfers", "KV caches pulled", value=transfers.count)
         yield CounterMetricFamily("jdserve:kv_transfer_bytes", "Bytes of KV pulled", value=transfers.bytes)
@@ -134,4 +145,17 @@ class _EngineCollector(Collector):
             "jdserve:recompilations", "Compilations after the engine was ready", value=stats.recompilations
         )
         ready = float(self._engine.ready and not self._engine.draining)
+        yield CounterMetricFamily(
+            "jdserve:restarts", "Instances that came back after they had died", value=stats.restarts
+        )
+        yield CounterMetricFamily("jdserve:retries", "Runs of requests that had to begin anew", value=stats.retries)
         yield GaugeMetricFamily("jdserve:ready", "1 when new requests are taken", value=ready)
+
+
+def _filled(family: MetricFamily, stats: EngineStats, name: str) -> MetricFamily:
+    """One sample per instance."""
+    for instance in stats.instances:
+        up = float(instance.name not in stats.dead)
+        value = up if name == "instance_up" else getattr(instance, FIELDS.get(name, name.removeprefix("requests_")))
+        family.add_metric([instance.name, instance.role], value)
+    return family

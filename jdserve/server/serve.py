@@ -8,6 +8,7 @@ SIGINT or SIGTERM drains (new requests get 503, open ones end), a second SIGINT 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,12 +21,16 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from jdserve.core.errors import CheckpointError, InvalidPlan
+from jdserve.core.errors import InvalidPlan, JdserveError
 from jdserve.core.plan import Plan
 from jdserve.models.load import resolve
+from jdserve.runtime.channel import Keys, new_secret
 from jdserve.runtime.engine import Engine
+from jdserve.runtime.front import make_worker_engine, settled
 from jdserve.runtime.launch import jax_executors, make_engine
+from jdserve.runtime.operator import meeting_file
 from jdserve.runtime.progress import Progress
+from jdserve.runtime.remote import ClusterOptions
 from jdserve.server.app import create_app
 from jdserve.server.display import StartDisplay
 from jdserve.server.gate import Gate
@@ -49,6 +54,9 @@ class Options:
         log_level: of uvicorn.
         record: folder for event logs, None for none.
         max_model_len: overrides the plan's, None to keep it.
+        in_process: run all instances in this process instead of workers.
+        oversubscribe, control, secret_file, join_timeout_s, heartbeat_timeout_s: of the workers; see
+            :class:`~jdserve.runtime.remote.ClusterOptions`.
     """
 
     plan: Path
@@ -61,10 +69,39 @@ class Options:
     log_level: str = "warning"
     record: Path | None = None
     max_model_len: int | None = None
+    in_process: bool = False
+    oversubscribe: bool = False
+    control: tuple[str, int] = ("127.0.0.1", 0)
+    secret_file: Path | None = None
+    join_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 10.0
+
+    def cluster(self) -> ClusterOptions:
+        """How the workers are run.
+
+        Raises:
+            ValueError: workers of other hosts may join, but no secret was given, or a short one.
+            OSError: the secret cannot be read.
+        """
+        host, port = self.control
+        if self.secret_file is None and not host.startswith("127."):
+            raise ValueError(f"--control {host}:{port} is open to other hosts: give --secret-file")
+        secret = new_secret() if self.secret_file is None else self.secret_file.read_text().strip()
+        Keys(secret)
+        return ClusterOptions(
+            host=host,
+            port=port,
+            secret=secret,
+            oversubscribe=self.oversubscribe,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            join_timeout_s=self.join_timeout_s,
+            record=str(self.record.absolute()) if self.record is not None else None,
+        )
 
 
 def serve(options: Options) -> int:
     """Run the server until it is told to stop; returns the exit code (0, 1 for a failed start, 2 for bad input)."""
+    logging.basicConfig(format="jdserve: %(message)s", level=logging.WARNING)
     try:
         plan = Plan.load(options.plan)
         if options.max_model_len is not None:
@@ -72,12 +109,15 @@ def serve(options: Options) -> int:
             plan.check()
         if options.chat_template is not None:
             options.chat_template.read_text()  # what is wrong with the file is told now, not after the start
+        cluster = None if options.in_process else options.cluster()
+        if cluster is not None:
+            plan = msgspec.structs.replace(settled(plan, cluster), model=options.model or plan.model)
         listener = _bind(options.host, options.port)
-    except (InvalidPlan, OSError) as error:
+    except (InvalidPlan, OSError, ValueError) as error:
         print(f"jdserve: {error}", file=sys.stderr)
         return 2
     with listener:
-        return asyncio.run(_serve(options, plan, listener))
+        return asyncio.run(_serve(options, plan, cluster, listener))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -110,15 +150,16 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.stop.set)
 
 
-async def _serve(options: Options, plan: Plan, listener: socket.socket) -> int:
-    url = f"http://{_shown(options.host)}:{listener.getsockname()[1]}"
+async def _serve(options: Options, plan: Plan, cluster: ClusterOptions | None, listener: socket.socket) -> int:
+    port = listener.getsockname()[1]
+    url = f"http://{_shown(options.host)}:{port}"
     display = StartDisplay(sys.stderr, url)
     progress = Progress(display.show)
     gate = Gate(progress)
     config = uvicorn.Config(gate, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=5)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(_start(options, plan, progress))
+    starting = asyncio.create_task(_start(options, plan, cluster, port, progress))
     stopping = asyncio.create_task(server.stop.wait())
     await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     display.close()
@@ -145,12 +186,17 @@ async def _serve(options: Options, plan: Plan, listener: socket.socket) -> int:
     return 0
 
 
-async def _start(options: Options, plan: Plan, progress: Progress) -> tuple[Engine, FastAPI, str]:
+async def _start(
+    options: Options, plan: Plan, cluster: ClusterOptions | None, port: int, progress: Progress
+) -> tuple[Engine, FastAPI, str]:
     model = await asyncio.to_thread(resolve, options.model or plan.model, progress)
     plan.check(model.spec)
     tokenizer = Tokenizer.read(model.folder, options.chat_template)
-    executors = jax_executors(plan, model, progress)
-    engine = make_engine(plan, model.spec, executors, progress, options.record)
+    if cluster is None:
+        executors = jax_executors(plan, model, progress)
+        engine = make_engine(plan, model.spec, executors, progress, options.record)
+    else:
+        engine = make_worker_engine(plan, model.spec, cluster, progress, meeting_file(port))
     await engine.start()
     name = options.served_name or model.name
     return engine, create_app(engine, tokenizer, name), name
@@ -158,7 +204,7 @@ async def _start(options: Options, plan: Plan, progress: Progress) -> tuple[Engi
 
 def _told(error: BaseException) -> str:
     """One line for what is the user's to mend, the type as well for what is not."""
-    if isinstance(error, CheckpointError | InvalidPlan | ValueError):
+    if isinstance(error, JdserveError | ValueError | OSError):
         return str(error)
     return f"start failed: {type(error).__name__}: {error}"
 

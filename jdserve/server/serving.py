@@ -52,7 +52,7 @@ class Front(msgspec.Struct, frozen=True):
         """
         if self.engine.draining:
             raise unavailable("the server is draining and takes no new request")
-        if not self.engine.ready:
+        if not self.engine.started:
             raise unavailable("the server is not ready yet; /health tells how far it is")
         self.check_model(model)
 

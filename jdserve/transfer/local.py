@@ -2,100 +2,88 @@
 
 from __future__ import annotations
 
-import secrets
-import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import jax
 from jax import Array
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jdserve.core.errors import TransferError
-from jdserve.transfer.base import KVCopy, Landed
-from jdserve.transfer.layout import KVHandle, KVLayout
-from jdserve.transfer.pieces import cut, destination_device
+from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
+from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land, make_handle
+from jdserve.transfer.pieces import cut, flat, flat_devices
 from jdserve.transfer.reshard import plan_pieces
-
-POLL_S = 0.0005
-"""How often a waiting pull looks whether its pieces are there."""
-
-
-@dataclass
-class _Offer:
-    pieces: Seq[tuple[Array, Array]]
-    pages: int
-    deadline: int
 
 
 class LocalTransport:
-    """``offer``, ``pull`` and ``release`` inside one process; see :class:`~jdserve.transfer.base.Transport`.
+    """Inside one process; see :class:`~jdserve.transfer.base.Transport`.
 
     Args:
         clock: nanoseconds, the same one that the instances use.
+        checksums: have offers carry them.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._offers: dict[int, _Offer] = {}
+    kind: TransportKind = "local"
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, *, checksums: bool = False) -> None:
+        self._checksums = checksums
+        self._offers: Offers[list[Array]] = Offers(clock, lambda _: None)
 
     def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
-        """Cut the pieces that ``destination`` wants out of the copy and keep them until pulled, released or expired.
+        """Cut the pieces that ``destination`` wants out of the copy and keep them until released or expired.
 
         Raises:
             TransferError: the layouts do not fit.
         """
+        self.expire()
         pieces = cut(copy, plan_pieces(copy.layout, destination))
-        now = self._clock()
-        handle = KVHandle(
-            id=secrets.randbits(64),
-            request_id=request_id,
-            source=source,
-            layout=copy.layout,
-            destination=destination,
-            pages=copy.pages,
-            bytes=sum(keys.nbytes + values.nbytes for keys, values in pieces),
-            deadline=now + int(lease_s * 1e9),
+        deadline = self._offers.deadline(lease_s)
+        handle = make_handle(
+            self.kind, request_id, source, copy, destination, pieces, deadline, with_checksums=self._checksums
         )
-        with self._lock:
-            self._offers = {id: offer for id, offer in self._offers.items() if offer.deadline > now}
-            self._offers[handle.id] = _Offer(pieces, copy.pages, handle.deadline)
+        self._offers.add(handle, flat(pieces))
         return handle
 
-    def pull(self, handle: KVHandle, layout: KVLayout, meshes: Seq[Mesh], timeout_s: float) -> Landed:
+    def pull(
+        self,
+        handle: KVHandle,
+        layout: KVLayout,
+        meshes: Seq[Mesh],
+        timeout_s: float,
+        abandoned: Callable[[], bool] = never,
+    ) -> Landed:
         """Put every piece onto its destination device and wait until all are there.
 
         Raises:
-            TransferError: the handle is unknown or its lease has ended, the layouts do not fit, or the pieces did not
-                arrive within ``timeout_s``.
+            TransferError: the handle is unknown or its lease has ended, the layouts do not fit, the pieces did not
+                arrive within ``timeout_s``, or nobody wants them.
         """
-        with self._lock:
-            offer = self._offers.get(handle.id)
-        if offer is None or offer.deadline <= self._clock():
-            raise TransferError(f"request {handle.request_id}: the KV offered by {handle.source} is gone")
-        layout.check_same(handle.destination)
-        pieces = plan_pieces(handle.layout, layout)
-        targets = [SingleDeviceSharding(destination_device(piece, meshes)) for piece in pieces]
-        flat = [array for pair in offer.pieces for array in pair]
-        moved = jax.device_put(flat, [target for target in targets for _ in range(2)])
-        # block_until_ready has no deadline, and a producer that hangs must not take the consumer with it.
-        deadline = time.monotonic() + timeout_s
-        while not all(array.is_ready() for array in moved):
-            if time.monotonic() > deadline:
-                raise TransferError(f"request {handle.request_id}: KV did not arrive within {timeout_s} s")
-            time.sleep(POLL_S)
-        return Landed(list(zip(moved[::2], moved[1::2], strict=True)), offer.pages, handle.bytes)
+        wait = Wait(handle, timeout_s, abandoned)
+        self.expire()
+        check_handle(self.kind, handle, layout)
+        arrays = self._offers.find(handle.id)
+        if arrays is None:
+            raise gone(handle)
+        devices = flat_devices(plan_pieces(handle.layout, layout), meshes)
+        moved = jax.device_put(arrays, [SingleDeviceSharding(device) for device in devices])
+        return land(handle, moved, wait)
 
     def release(self, handle: KVHandle) -> None:
         """Drop the copy; unknown handles are ignored."""
-        with self._lock:
-            self._offers.pop(handle.id, None)
+        self.expire()
+        self._offers.drop(handle.id)
+
+    def expire(self) -> None:
+        """Free what offers hold whose lease has ended."""
+        self._offers.expire()
+
+    def close(self) -> None:
+        """Free everything."""
+        self._offers.clear()
 
     @property
     def offers(self) -> int:
-        """Copies that wait for their pull."""
-        with self._lock:
-            return len(self._offers)
+        """Copies that wait for their pull or their release."""
+        return len(self._offers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,15 @@ def _join(pieces: Seq[Array], axis: int) -> Array:
 
 
 def cut(copy: KVCopy, pieces: Seq[Piece]) -> list[tuple[Array, Array]]:
-    """Keys and values of each piece, still on its source device. Launches only; waits for nothing."""
+    """Keys and values of each piece, still on its source device, which must be one of this process.
+
+    Launches only; waits for nothing.
+    """
     local = [
         tuple({shard.device: shard.data for shard in array.addressable_shards} for array in stage)
         for stage in copy.stages
     ]
-    order = [list(stage[0].sharding.mesh.devices.flat) for stage in copy.stages]  # type: ignore[union-attr]
+    order = [list(stage[0].sharding.mesh.devices.flat) if stage else [] for stage in copy.stages]  # type: ignore[union-attr]
     slices: list[tuple[Array, Array]] = []
     for piece in pieces:
         stage, rank = piece.source
@@ -57,22 +61,27 @@ def _slice(array: Array, piece: Piece) -> Array:
 
 
 def assemble(
-    landed: Landed, source: KVLayout, layout: KVLayout, shardings: Seq[NamedSharding]
+    landed: Landed, source: KVLayout, layout: KVLayout, shardings: Seq[NamedSharding | None]
 ) -> list[tuple[Array, Array]]:
     """Keys and values of each destination stage, sharded as its pool; runs on the destination's launcher thread.
 
     Args:
-        landed: pieces in the order of the plan.
+        landed: pieces whose destination is in this process, in the order of the plan.
         source: layout that they were cut from.
         layout: of the destination.
-        shardings: of each stage's pool.
+        shardings: of each stage's pool, None for a stage in other processes, which is left out of the result.
     """
+    meshes: list[Any] = [None if sharding is None else sharding.mesh for sharding in shardings]
+    here = pieces_here(plan_pieces(source, layout), meshes)
     parts: dict[tuple[int, int], list[tuple[Piece, tuple[Array, Array]]]] = {}
-    for piece, arrays in zip(plan_pieces(source, layout), landed.pieces, strict=True):
+    for piece, arrays in zip(here.values(), landed.pieces, strict=True):
         parts.setdefault(piece.destination, []).append((piece, arrays))
     stages: list[tuple[Array, Array]] = []
     for stage, sharding in enumerate(shardings):
-        ranks = [parts[shard.stage, shard.rank] for shard in shards(layout) if shard.stage == stage]
+        if sharding is None:
+            continue
+        at = [(shard.stage, shard.rank) for shard in shards(layout) if shard.stage == stage]
+        ranks = [parts[place] for place in at if place in parts]
         shape = (
             layout.layers // layout.pp,
             landed.pages,
@@ -88,6 +97,22 @@ def assemble(
     return stages
 
 
+def pieces_here(pieces: Seq[Piece], meshes: Seq[Mesh | None]) -> dict[int, Piece]:
+    """By index, the pieces whose destination is a device of this process.
+
+    Args:
+        pieces: all of them.
+        meshes: of the destination's stages, None for one in other processes.
+    """
+    me = jax.process_index()
+    processes = [[] if mesh is None else [device.process_index for device in mesh.devices.flat] for mesh in meshes]
+    return {
+        index: piece
+        for index, piece in enumerate(pieces)
+        if processes[piece.destination[0]] and processes[piece.destination[0]][piece.destination[1]] == me
+    }
+
+
 def _whole(parts: Seq[tuple[Piece, tuple[Array, Array]]], which: int) -> Array:
     """One device's shard out of its pieces: joined along heads within equal layers, then along layers."""
     rows: dict[int, list[Array]] = {}
@@ -97,7 +122,20 @@ def _whole(parts: Seq[tuple[Piece, tuple[Array, Array]]], which: int) -> Array:
     return joined[0] if len(joined) == 1 else _join(joined, 0)
 
 
-def destination_device(piece: Piece, meshes: Seq[Mesh]) -> Device:
-    """The device that ``piece`` goes to."""
-    stage, rank = piece.destination
-    return meshes[stage].devices.flat[rank]
+def flat(pieces: Seq[tuple[Array, Array]]) -> list[Array]:
+    """Keys and values of each piece in turn, as they lie on the wire."""
+    return [array for pair in pieces for array in pair]
+
+
+def flat_shapes(pieces: Seq[Piece], layout: KVLayout, pages: int) -> list[tuple[int, ...]]:
+    """Shape of each array of :func:`flat`."""
+    return [
+        (len(piece.source_layers), pages, len(piece.source_heads), layout.page_size, layout.head_dim)
+        for piece in pieces
+        for _ in range(2)
+    ]
+
+
+def flat_devices(pieces: Seq[Piece], meshes: Seq[Mesh]) -> list[Device]:
+    """Device that each array of :func:`flat` goes to."""
+    return [meshes[piece.destination[0]].devices.flat[piece.destination[1]] for piece in pieces for _ in range(2)]

@@ -89,6 +89,19 @@ def plan_pieces(source: KVLayout, destination: KVLayout) -> tuple[Piece, ...]:
     return tuple(sorted(pieces, key=lambda piece: (piece.destination, piece.layer, piece.head)))
 
 
+def process_pairs(source: KVLayout, destination: KVLayout) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Indices of the pieces that move from each process of the source to each process of the destination.
+
+    Raises:
+        TransferError: as :func:`plan_pieces`.
+    """
+    pairs: dict[tuple[int, int], tuple[int, ...]] = {}
+    for index, piece in enumerate(plan_pieces(source, destination)):
+        pair = (source.process(*piece.source), destination.process(*piece.destination))
+        pairs[pair] = (*pairs.get(pair, ()), index)
+    return pairs
+
+
 def _overlap(first: range, second: range) -> range:
     return range(max(first.start, second.start), min(first.stop, second.stop))
 

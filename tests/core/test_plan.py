@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
     "page_size": 16,
     "max_model_len": 2048,
     "slo": {"ttft_s": 1.0, "tpot_s": 0.1, "attainment": 0.95},
-    "transport": "local",
+    "transport": "auto",
     "instances": [
         {"role": "prefill", "name": "p0", "tp": 3, "pages": 256, "lm_tokens": 512, "steptime": {"base": 0.001}},
         {"role": "decode", "name": "d0", "pp": 2, "pages": 512, "max_num_seqs": 32},
@@ -37,8 +37,7 @@ BASE: dict[str, Any] = {
             "name": "w0",
             "host": "a",
             "stages": [
-                {"instance": "p0", "devices": [0, 1]},
-                {"instance": "d0", "devices": [2], "stage": 0},
+                {"instance": "p0", "devices": [0, 1, 3]},
                 {"instance": "c0", "devices": [4]},
             ],
         },
@@ -47,12 +46,12 @@ BASE: dict[str, Any] = {
             "host": "b",
             "stages": [
                 {"instance": "d0", "devices": [2], "stage": 1},
-                {"instance": "p0", "devices": [0]},
+                {"instance": "d0", "devices": [0], "stage": 0},
             ],
         },
     ],
 }
-"""Every role, a stage on each of two hosts, and a stage that two workers share."""
+"""Every role, two hosts, two instances in a worker, and two stages."""
 
 
 def put(value: object, *path: str | int) -> bytes:
@@ -110,8 +109,8 @@ def test_what_a_plan_says() -> None:
     assert [role_of(instance) for instance in plan.instances] == ["prefill", "decode", "colocated"]
     assert p0.steptime == StepTime(base=0.001)
     assert plan.instance("d0") is d0
-    assert plan.devices("p0") == (("a", 0), ("a", 1), ("b", 0))
-    assert [plan.devices("d0", stage) for stage in (0, 1)] == [(("a", 2),), (("b", 2),)]
+    assert plan.devices("p0") == (("a", 0), ("a", 1), ("a", 3))
+    assert [plan.devices("d0", stage) for stage in (0, 1)] == [(("b", 0),), (("b", 2),)]
 
 
 def test_equal_plans_are_equal_bytes() -> None:
@@ -137,7 +136,7 @@ TYPES = [
     (put(0, "page_size"), "$.page_size", ">= 1"),
     (put(0, "max_model_len"), "$.max_model_len", ">= 1"),
     (put("int8", "dtype"), "$.dtype", "int8"),
-    (put("pull", "transport"), "$.transport", "pull"),
+    (put("pigeon", "transport"), "$.transport", "pigeon"),
     (put([], "instances"), "$.instances", "length >= 1"),
     (put([], "workers"), "$.workers", "length >= 1"),
     (put([], "workers", 0, "stages"), "$.workers[0].stages", "length >= 1"),
@@ -176,11 +175,11 @@ TOGETHER = [
     ),
     (put(2, "workers", 1, "stages", 0, "stage"), "$.workers[1].stages[0].stage", "d0 has stages 0..1, got 2"),
     (
-        put([1], "workers", 0, "stages", 2, "devices"),
-        "$.workers[0].stages[2].devices",
+        put([1], "workers", 0, "stages", 1, "devices"),
+        "$.workers[0].stages[1].devices",
         "device 1 of a is already taken by $.workers[0].stages[0]",
     ),
-    (put("a", "workers", 1, "host"), "$.workers[1].stages[0].devices", "device 2 of a is already taken"),
+    (put("a", "workers", 1, "host"), "$.workers[1].stages[1].devices", "device 0 of a is already taken"),
     (
         put([0, 0], "workers", 0, "stages", 0, "devices"),
         "$.workers[0].stages[0].devices",
@@ -189,10 +188,10 @@ TOGETHER = [
     (
         put([0], "workers", 0, "stages", 0, "devices"),
         "$.instances[0].tp",
-        "stage 0 of p0 needs 3 devices, the workers give it 2",
+        "stage 0 of p0 needs 3 devices, the workers give it 1",
     ),
     (drop("workers", 1, "stages", 0), "$.instances[1].tp", "stage 1 of d0 needs 1 devices, the workers give it 0"),
-    (put([4, 5], "workers", 0, "stages", 2, "devices"), "$.instances[2].tp", "needs 1 devices, the workers give it 2"),
+    (put([4, 5], "workers", 0, "stages", 1, "devices"), "$.instances[2].tp", "needs 1 devices, the workers give it 2"),
 ]
 
 

@@ -28,7 +28,11 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(cache_home: Path, pytestconfig: pytest.Config) -> dict[str, str]:
     """Of a server: compiled programs are shared with the other tests, as they are in this process."""
     compilations = str(pytestconfig.cache.mkdir("compilations"))
-    return {"XDG_CACHE_HOME": str(cache_home), "JAX_COMPILATION_CACHE_DIR": compilations}
+    return {
+        "XDG_CACHE_HOME": str(cache_home),
+        "XDG_RUNTIME_DIR": str(cache_home),
+        "JAX_COMPILATION_CACHE_DIR": compilations,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +40,17 @@ def flags(checkpoint: Path) -> list[str]:
     """The plan, the model, a free port."""
     plan = checkpoint.with_name("plan.json")
     plan.write_bytes(small_plan().to_json())
-    return ["--plan", str(plan), "--model", str(checkpoint), "--port", "0", "--served-model-name", "tiny"]
+    return [
+        "--plan",
+        str(plan),
+        "--model",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--served-model-name",
+        "tiny",
+        "--oversubscribe",
+    ]
 
 
 Start = Callable[..., Server]

@@ -39,7 +39,8 @@ def small_plan(model: str = "tiny") -> Plan:
             PrefillInstance(name="p0", pages=64, lm_tokens=64, max_batch=4),
             DecodeInstance(name="d0", pages=64, max_num_seqs=4),
         ),
-        workers=(Worker("w0", (HostedStage("p0", (0,)), HostedStage("d0", (1,)))),),
+        workers=(Worker("p0", (HostedStage("p0", (0,)),)), Worker("d0", (HostedStage("d0", (1,)),))),
+        transfer_checksums=True,
     )
 
 

@@ -352,6 +352,38 @@ def test_pd_10_moved_kv_is_no_cache_hit(api: Api, stream: bool) -> None:
     assert len(tokens) == 6
 
 
+def test_pd_14_prefill_happens_on_the_prefill_instance(api: Api) -> None:
+    def prefilled(instance: str) -> float:
+        return api.metric("prefilled_tokens_total", instance=instance)
+
+    before = prefilled("p0")
+    with api.counting("kv_transfers_total", 10):
+        for salt in range(10):
+            assert api.complete(ids(20, 900 + salt), max_tokens=3).status_code == 200
+        api.settle()
+    assert prefilled("p0") - before == 200
+    assert prefilled("d0") == 0
+
+
+def test_pd_16_samples_and_prompts_through_two_instances(api: Api) -> None:
+    answer = api.complete([ids(12, 950), ids(17, 951)], max_tokens=4, n=3, temperature=0).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert len(set(texts[:3])) == len(set(texts[3:])) == 1
+    alone = [api.complete(ids(*one), max_tokens=4, temperature=0).json() for one in ((12, 950), (17, 951))]
+    assert texts[::3] == [one["choices"][0]["text"] for one in alone]
+
+
+@pytest.mark.parametrize("length", [16, 32, 48])
+def test_pd_13_a_prompt_that_fills_its_pages(api: Api, length: int) -> None:
+    """The decode side needs one page more than was parked; nothing stays owned, whatever was cached."""
+    for _ in range(2):
+        with api.counting("kv_transfers_total", 1):
+            assert api.complete(ids(length, 970 + length), max_tokens=3).status_code == 200
+            api.settle()
+        assert api.metric("pages_owned") == 0
+
+
 @pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
 def test_kv_03_the_same_prompt_again(api: Api, length: int, cached: int) -> None:
     prompt = ids(length, 400 + length)

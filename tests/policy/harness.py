@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from jdserve.core.pages import NULL_PAGE, pages_for
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
 from jdserve.policy.build import RouterConfig, machine_for, machine_of
 from jdserve.policy.commands import Chunk, Command, Dispatch, Emit, Preempt, Pull, Reject, Release, RunStep
+from jdserve.policy.decode import DecodeScheduler
 from jdserve.policy.events import (
     Arrived,
     Cancelled,
@@ -62,10 +65,18 @@ class Site:
     instance: Instance
     machine: object
     recorder: Recorder
-    step: RunStep | None = None
+    steps: deque[RunStep] = field(default_factory=deque)
     pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     content: dict[int, object] = field(default_factory=dict)
     parked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> RunStep | None:
+        """The one that ends next."""
+        return self.steps[0] if self.steps else None
+
+    def in_step(self, id: str) -> bool:
+        return any(id in _ids(step) for step in self.steps)
 
 
 class Harness:
@@ -107,8 +118,10 @@ class Harness:
 
     def finish_step(self, name: str, stopped: Iterable[str] = (), failed: Iterable[str] = ()) -> None:
         site = self.sites[name]
-        step, site.step = site.step, None
-        assert step is not None
+        for later in list(site.steps)[1:]:
+            with pytest.raises(ValueError, match=f"step {site.steps[0].step_id} is the oldest in flight"):
+                site.machine.handle(StepDone(later.step_id), self.now)  # type: ignore[attr-defined]
+        step = site.steps.popleft()
         failed = tuple(failed)
         for chunk in step.chunks:
             self._fill(site, chunk, chunk.request_id in failed)
@@ -154,7 +167,7 @@ class Harness:
         return [ticket.id for ticket in self.tickets.values() if ticket.end is None]
 
     def busy(self) -> list[str]:
-        return [name for name, site in self.sites.items() if site.step is not None]
+        return [name for name, site in self.sites.items() if site.steps]
 
     def check_end(self) -> None:
         """Everything has ended, with exact counts, and nothing is left anywhere."""
@@ -216,6 +229,7 @@ class Harness:
                 site.machine.pool.check()  # type: ignore[attr-defined]
                 held = {page for pages in site.pages.values() for page in pages}
                 assert len(held) == site.machine.pool.owned  # type: ignore[attr-defined]
+                _check_stages(site)
 
     def _from_router(self, command: Command) -> None:
         ticket = self.tickets[command.request_id]  # type: ignore[union-attr]
@@ -281,7 +295,8 @@ class Harness:
         ticket.end, ticket.reason = end, reason
 
     def _launch(self, site: Site, step: RunStep) -> None:
-        assert site.step is None, "two steps in flight"
+        assert len(site.steps) < site.instance.pp, "more steps in flight than stages"
+        assert not any(site.in_step(id) for id in _ids(step)), "a sequence in two steps"
         size = self.page_size
         for chunk in step.chunks:
             ticket = self.tickets[chunk.request_id]
@@ -297,7 +312,9 @@ class Harness:
             written = seq.pages[(seq.context - 1) // size]
             self._take(site, ticket.id, seq.pages, (written,))
             site.content.pop(written, None)
-        site.step = step
+        if not isinstance(site.instance, PrefillInstance):
+            assert len(site.pages) <= site.instance.max_num_seqs, "more sequences than the devices have places"
+        site.steps.append(step)
 
     def _take(self, site: Site, id: str, pages: tuple[int, ...], written: tuple[int, ...]) -> None:
         assert NULL_PAGE not in pages
@@ -307,9 +324,8 @@ class Harness:
         site.pages[id] = pages
 
     def _give_back(self, name: str, site: Site, id: str) -> None:
-        in_step = site.step is not None and id in _ids(site.step)
         pulling = any(flight.decode == name and flight.pull.request_id == id for flight in self.flights)
-        assert not in_step, f"{id} gives back pages that a step writes"
+        assert not site.in_step(id), f"{id} gives back pages that a step writes"
         assert not pulling, f"{id} gives back pages that a pull writes"
         site.pages.pop(id, None)
         site.parked.pop(id, None)
@@ -325,6 +341,14 @@ class Harness:
 
     def _expected(self, ticket: Ticket, index: int) -> object:
         return ticket.prefix[index] if index < len(ticket.prefix) else (ticket.id, index)
+
+
+def _check_stages(site: Site) -> None:
+    """No stage waits while a sequence could decode."""
+    machine = site.machine
+    if isinstance(machine, DecodeScheduler) and len(site.steps) < site.instance.pp:
+        idle = machine.running - sum(held.in_step for held in machine._running.values())
+        assert not idle or (site.steps and idle == 1 and not machine.pool.available)
 
 
 def _ids(step: RunStep) -> list[str]:

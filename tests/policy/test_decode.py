@@ -202,7 +202,7 @@ def test_what_it_refuses() -> None:
     machine.handle(KVLanded("a"), 0)
     with pytest.raises(ValueError, match="a is here already"):
         machine.handle(ready("a"), 0)
-    with pytest.raises(ValueError, match="step_id 7 ended, but step 0 is in flight"):
+    with pytest.raises(ValueError, match="step_id 7 ended, but step 0 is the oldest in flight"):
         machine.handle(StepDone(7), 0)
 
 

@@ -204,7 +204,7 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="step_id 0 ended, but no step is in flight"):
         machine.handle(StepDone(0), 0)
     machine.handle(Arrived("a", 1, 5), 0)
-    with pytest.raises(ValueError, match="step_id 1 ended, but step 0 is in flight"):
+    with pytest.raises(ValueError, match="step_id 1 ended, but step 0 is the oldest in flight"):
         machine.handle(StepDone(1), 0)
     with pytest.raises(ValueError, match="a is here already"):
         machine.handle(Arrived("a", 1, 5), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from jdserve.policy.events import KVLanded, KVReady, StepDone
 from policy.harness import Harness, step_ids
 
 SEEDS = st.integers(0, 2**32 - 1)
+STAGES = (1, 1, 2, 3)
 
 
 def _prefill(name: str, rng: random.Random, size: int) -> PrefillInstance:
     return PrefillInstance(
         name=name,
+        pp=rng.choice(STAGES),
         pages=rng.randint(38, 90) // size,
         batching=rng.choice(("lm", "kv_capacity")),
         lm_tokens=rng.randint(8, 60),
@@ -33,6 +36,7 @@ def _prefill(name: str, rng: random.Random, size: int) -> PrefillInstance:
 def _decode(name: str, rng: random.Random, size: int) -> DecodeInstance:
     return DecodeInstance(
         name=name,
+        pp=rng.choice(STAGES),
         pages=rng.randint(48, 90) // size,
         max_num_seqs=rng.randint(1, 8),
         watermark=rng.choice((0.0, 0.0, 0.2)),
@@ -42,6 +46,7 @@ def _decode(name: str, rng: random.Random, size: int) -> DecodeInstance:
 def _colocated(name: str, rng: random.Random, size: int) -> ColocatedInstance:
     return ColocatedInstance(
         name=name,
+        pp=rng.choice(STAGES),
         mode=rng.choice(("prefill_first", "chunked")),
         pages=rng.randint(48, 90) // size,
         token_budget=rng.randint(6, 40),
@@ -158,7 +163,7 @@ def _snapshot(machine: DecodeScheduler) -> object:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return [(plain(key), plain(item)) for key, item in value.items()]
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | deque):
             return [plain(item) for item in value]
         if hasattr(value, "__slots__"):
             return [(name, plain(getattr(value, name))) for name in value.__slots__]
@@ -211,7 +216,7 @@ def test_advance_equals_single_steps_and_the_horizon_is_exact(seed: int) -> None
             machine.advance(refused, 0)
     if not horizon:
         return
-    batch = [held.id for held in machine._batch]
+    batch = [held.id for held in machine._flights[0].decoding]
     for k in {1, rng.randint(1, horizon), horizon}:
         skipping, stepping = copy.deepcopy(machine), copy.deepcopy(machine)
         merged = skipping.advance(k, 0)

@@ -17,6 +17,7 @@ from jdserve.policy.commands import (
     Pull,
     Reject,
     Release,
+    Retire,
     RunStep,
 )
 from jdserve.policy.events import (
@@ -33,6 +34,7 @@ from jdserve.policy.events import (
     Preempted,
     PullFailed,
     StepDone,
+    Tick,
 )
 from jdserve.policy.record import Entry, Header, Recorder, replay
 
@@ -49,6 +51,9 @@ EVENTS: tuple[Event, ...] = (
     PeerFailed("p"),
     PeerJoined("p"),
     Draining(),
+    Draining("d"),
+    PeerJoined("d", "decode"),
+    Tick(),
 )
 COMMANDS: tuple[Command, ...] = (
     RunStep(0, (Chunk("a", 0, 4, (1, 2), last=True),), (DecodeSeq("b", 7, (3,)),)),
@@ -58,6 +63,7 @@ COMMANDS: tuple[Command, ...] = (
     Emit("a", 0, "length", parked=True),
     Reject("a", "why", retryable=False),
     Dispatch("a", "d", "p"),
+    Retire("d"),
 )
 
 

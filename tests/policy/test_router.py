@@ -5,7 +5,7 @@ import pytest
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, HostedStage, Plan, PrefillInstance, Worker
 from jdserve.policy.build import RouterConfig, machine_for, router_for
 from jdserve.policy.colocated import ColocatedScheduler
-from jdserve.policy.commands import Command, Dispatch, Reject, Release
+from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
 from jdserve.policy.decode import DecodeScheduler
 from jdserve.policy.events import (
     Arrived,
@@ -20,6 +20,7 @@ from jdserve.policy.events import (
     Preempted,
     PullFailed,
     StepDone,
+    Tick,
 )
 from jdserve.policy.prefill import PrefillScheduler
 from jdserve.policy.router import Router
@@ -146,7 +147,7 @@ def test_a_failed_pull_is_prefilled_again_a_few_times() -> None:
             Release("a", "p0"),
             Dispatch("a", "p0"),
         ]
-        assert (router.load("p0"), router.load("d0")) == (5, 0)
+        assert (router.load("p0"), router.load("d0")) == (6, 0), "with the token that prefill sampled"
     ready(router, "a", "p0")
     assert router.handle(PullFailed("a", "timeout"), 0) == [
         Release("a", "d0"),
@@ -169,7 +170,7 @@ def test_a_dead_prefill_instance_loses_its_prompts_and_its_parked_kv() -> None:
         Dispatch("e", "p1"),
     ]
     assert router.place("d") == "d1", "its KV had landed"
-    assert (router.load("p0"), router.load("p1"), router.load("d0")) == (0, 115, 0)
+    assert (router.load("p0"), router.load("p1"), router.load("d0")) == (0, 116, 0)
     assert router.handle(PeerFailed("p0"), 0) == []
 
 
@@ -265,9 +266,109 @@ def test_a_plan_gives_its_machines() -> None:
         instances=instances,
         workers=(Worker(name="w", stages=tuple(HostedStage(i.name, (n,)) for n, i in enumerate(instances))),),
     )
-    assert RouterConfig.of(plan) == RouterConfig(prefill=("p",), decode=("d",), colocated=("c",))
+    assert RouterConfig.of(plan) == RouterConfig(
+        prefill=("p",), decode=("d",), colocated=("c",), max_open=plan.max_open_requests
+    )
     router = router_for(plan)
     assert arrive(router, 5, 6) == ["p", "c"]
     machines = [machine_for(instance, plan.page_size) for instance in plan.instances]
     assert [type(machine) for machine in machines] == [PrefillScheduler, DecodeScheduler, ColocatedScheduler]
     assert [(machine.pool.total, machine.pool.page_size) for machine in machines] == [(10, 4), (20, 4), (30, 4)]
+
+
+SECOND = 1_000_000_000
+
+
+def patient() -> Router:
+    return Router(["p0", "p1"], ["d0"], [], max_retries=3, patience_s=30.0)
+
+
+def test_requests_wait_for_a_dead_role_and_go_on_when_it_is_back() -> None:
+    router = patient()
+    arrive(router, 5)
+    assert router.handle(PeerFailed("d0"), 0) == []
+    assert ready(router, "a", "p0") == []  # its KV stays parked
+    assert router.handle(Arrived("b", 5, 10), SECOND) == []
+    assert router.handle(Arrived("one", 5, 1), SECOND) == [Dispatch("one", "p0", None)]  # needs no decode
+    assert router.stranded == 2
+    assert router.place("a") is None
+    assert router.handle(Tick(), 29 * SECOND) == []
+    assert router.handle(PeerJoined("d0"), 29 * SECOND) == [Dispatch("a", "d0", "p0"), Dispatch("b", "p1", None)]
+    assert router.stranded == 0
+
+
+def test_patience_counts_from_the_death_of_the_last_one() -> None:
+    router = patient()
+    arrive(router, 5)
+    ready(router, "a", "p0")
+    assert router.handle(PeerFailed("p0"), 0) == [Release("a", "d0"), Dispatch("a", "p1", None)]
+    assert router.handle(PeerFailed("p1"), 10 * SECOND) == []
+    assert router.handle(Arrived("b", 5, 10), 39 * SECOND) == []
+    assert router.handle(Tick(), 39 * SECOND) == []
+    rejected = router.handle(Tick(), 40 * SECOND)
+    assert [(c.request_id, c.reason) for c in rejected if isinstance(c, Reject)] == [
+        ("a", "no live prefill or colocated instance"),
+        ("b", "no live prefill or colocated instance"),
+    ]
+    assert isinstance(router.handle(Arrived("c", 5, 10), 41 * SECOND)[0], Reject)
+    assert router.idle()
+
+
+def test_kv_that_waits_is_released_with_its_request() -> None:
+    router = patient()
+    arrive(router, 5, 5)
+    router.handle(PeerFailed("d0"), 0)
+    ready(router, "a", "p0")
+    ready(router, "b", "p1")
+    assert router.handle(Cancelled("a"), 0) == [Release("a", "p0")]
+    assert router.handle(Tick(), 30 * SECOND)[0] == Release("b", "p1")
+    assert router.idle()
+
+
+def test_waiting_kv_that_is_lost_is_computed_again() -> None:
+    router = patient()
+    arrive(router, 5)
+    router.handle(PeerFailed("d0"), 0)
+    ready(router, "a", "p0")
+    assert router.handle(PeerFailed("p0"), 0) == []
+    assert router.handle(PeerJoined("d0"), 0) == [Dispatch("a", "p1", None)]
+    assert router.load("p1") == 6  # with the token that prefill sampled
+
+
+def test_a_full_house_sheds() -> None:
+    router = Router(["p"], ["d"], [], max_open=2)
+    router.handle(Arrived("a", 5, 10), 0)
+    router.handle(Arrived("b", 5, 10), 0)
+    (rejected,) = router.handle(Arrived("c", 5, 10), 0)
+    assert isinstance(rejected, Reject)
+    assert rejected.retryable
+    assert "2 requests are open" in rejected.reason
+    router.handle(Finished("a"), 0)
+    assert isinstance(router.handle(Arrived("c", 5, 10), 0)[0], Dispatch)
+
+
+def test_a_draining_instance_is_retired_when_nothing_is_on_it() -> None:
+    router = two_by_two()
+    arrive(router, 5, 5)
+    ready(router, "a", "p0")
+    ready(router, "b", "p1")
+    assert router.place("a") == "d0"
+    assert router.handle(Draining("d0"), 0) == []
+    assert router.handle(Draining("p0"), 0) == []
+    assert router.handle(Arrived("c", 1, 9), 0) == [Dispatch("c", "p1", None)]
+    assert ready(router, "c", "p1") == [Dispatch("c", "d1", "p1")]
+    assert router.handle(KVLanded("a"), 0) == [Retire("p0")]
+    assert router.handle(Finished("a"), 0) == [Retire("d0")]
+    with pytest.raises(ValueError, match="'d0' is not in the plan"):
+        router.load("d0")
+
+
+def test_an_idle_instance_retires_at_once_and_a_new_one_takes_its_place() -> None:
+    router = two_by_two()
+    assert router.handle(Draining("d0"), 0) == [Retire("d0")]
+    assert router.handle(PeerJoined("d2", "decode"), 0) == []
+    arrive(router, 5, 5)
+    assert ready(router, "a", "p0") == [Dispatch("a", "d1", "p0")]
+    assert ready(router, "b", "p1") == [Dispatch("b", "d2", "p1")]
+    with pytest.raises(ValueError, match="'x' is not in the plan"):
+        router.handle(PeerJoined("x"), 0)

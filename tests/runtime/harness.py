@@ -37,8 +37,9 @@ def plan_of(*instances: PrefillInstance | DecodeInstance | ColocatedInstance, lo
     """A plan that gives each instance the next free devices."""
     stages, device = [], 0
     for instance in instances:
-        stages.append(HostedStage(instance.name, tuple(range(device, device + instance.tp))))
-        device += instance.tp
+        for stage in range(instance.pp):
+            stages.append(HostedStage(instance.name, tuple(range(device, device + instance.tp)), stage))
+            device += instance.tp
     return Plan(model="tiny", max_model_len=longest, instances=instances, workers=(Worker("w0", tuple(stages)),))
 
 
@@ -109,13 +110,13 @@ def serve(model: LoadedModel, plan: Plan, requests: Sequence[Request], **options
     return run(engine_for(model, plan, **options), body)  # type: ignore[return-value, arg-type]
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll ``condition``: state of other threads has no event to wait for. Fails after 20 seconds."""
-    for _ in range(4000):
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Poll ``condition``: state of other threads and processes has no event to wait for."""
+    for _ in range(round(200 * timeout_s)):
         if condition():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError(f"did not happen within 20 s: {what}")
+    raise AssertionError(f"did not happen within {timeout_s} s: {what}")
 
 
 async def settled(engine: Engine) -> None:

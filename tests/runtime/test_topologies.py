@@ -37,18 +37,17 @@ SAMPLED = [
 
 
 def workload() -> list[Request]:
-    lengths = (1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90)  # around page borders, and past a launch of 64
+    """50 prompts, half of them greedy; their lengths lie around page borders and past a launch of 64."""
+    lengths = (1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90, *range(6, 58, 4))
     greedy = [request(f"g{n}", prompt(n, n), max_tokens=20, logprobs=3) for n in lengths]
-    return greedy + [request(f"s{i}", prompt(10 + i, i), max_tokens=20, **params) for i, params in enumerate(SAMPLED)]
+    sampled = [SAMPLED[i % len(SAMPLED)] for i in range(25)]
+    return greedy + [request(f"s{i}", prompt(10 + i, i), max_tokens=20, **params) for i, params in enumerate(sampled)]
 
 
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> list[Answer]:
     """The oracle: one colocated instance on one device, requests one by one."""
-    answers = []
-    for one in (workload()[:1], workload()):
-        answers = serve(model, plan_of(colocated(max_num_seqs=1, prefix_cache=False)), one)
-    return answers
+    return serve(model, plan_of(colocated(max_num_seqs=1, prefix_cache=False)), workload())
 
 
 TOPOLOGIES: dict[str, Plan] = {
@@ -80,6 +79,7 @@ def same(ours: list[Answer], oracle: list[Answer]) -> None:
 def test_every_topology_gives_the_tokens_of_one_device(
     name: str, model: LoadedModel, alone: list[Answer], tmp_path
 ) -> None:
+    """PD-11, with more degrees in test_pipeline."""
     ours = serve(model, TOPOLOGIES[name], workload(), record=tmp_path)
     same(ours, alone)
     for one in ours:
@@ -94,13 +94,14 @@ def test_every_topology_gives_the_tokens_of_one_device(
 
 
 def test_logprobs_cover_the_first_token_too(alone: list[Answer]) -> None:
-    assert [len(answer.logprobs) for answer in alone[:12]] == [20] * 12
+    """PD-08; that 1P1D gives the same ones is part of every topology."""
+    assert [len(answer.logprobs) for answer in alone[:25]] == [20] * 25
     assert all(len(entry.top) == 3 for entry in alone[0].logprobs)
 
 
 @pytest.mark.parametrize("roles", ["disaggregated", "colocated", "chunked"])
 def test_preempted_requests_end_with_the_same_tokens(roles: str, model: LoadedModel) -> None:
-    """KV-05: 7 pages of 16, two requests of 34 + 35 tokens: one must give way, nobody may notice."""
+    """KV-05, PD-05: 7 pages of 16, two requests of 34 + 35 tokens: one must give way, nobody may notice."""
     small = {"pages": 7, "watermark": 0.0}
     plans = {
         "disaggregated": plan_of(prefill(pages=7), decode(**small), longest=112),

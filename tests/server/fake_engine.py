@@ -20,7 +20,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jdserve.core.request import FinishReason, Request
 from jdserve.core.spec import ModelSpec
-from jdserve.runtime.outputs import TokenLogprobs, TokenOutput
+from jdserve.runtime.outputs import EngineStats, InstanceStats, TokenLogprobs, TokenOutput
 from jdserve.server.app import create_app
 from jdserve.server.tokenizer import Tokenizer
 
@@ -68,31 +68,6 @@ class Progress(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class InstanceStats(msgspec.Struct, frozen=True):
-    name: str
-    role: str
-    waiting: int = 0
-    running: int = 0
-    parked: int = 0
-    pages_total: int = 64
-    pages_free: int = 64
-    pages_owned: int = 0
-    pages_cached: int = 0
-    preemptions: int = 0
-
-
-class TransferStats(msgspec.Struct, frozen=True):
-    count: int = 3
-    bytes: int = 4096
-    seconds: float = 0.25
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    instances: tuple[InstanceStats, ...]
-    transfers: TransferStats = TransferStats()
-    recompilations: int = 0
-
-
 def logprob(token: int, top: int) -> TokenLogprobs:
     value = -(token % 8 + 1) / 8
     return TokenLogprobs(token, value, 1, tuple(((token + i) % 300, value - i) for i in range(top)))
@@ -113,7 +88,7 @@ class FakeEngine:
     def __init__(self, vocab: int = 300, max_model_len: int = 64, eos: tuple[int, ...] = (1,)) -> None:
         self.spec = ModelSpec("LlamaForCausalLM", 1, 8, 8, 1, 1, 8, vocab, max_model_len, eos=eos)
         self.max_model_len = max_model_len
-        self.ready, self.draining, self.progress = True, False, Progress()
+        self.started, self.ready, self.draining, self.progress = True, True, False, Progress()
         self.script: Callable[[Request, int], int] = lambda request, i: request.prompt[i % len(request.prompt)]
         self.per_output = 1
         self.cached_tokens = 0
@@ -179,8 +154,10 @@ class FakeEngine:
             scores = None
 
     def stats(self) -> EngineStats:
-        running = len(self.running)
-        return EngineStats((InstanceStats("p0", "prefill"), InstanceStats("d0", "decode", running=running)))
+        prefill = InstanceStats("p0", "prefill", pages_total=64, pages_free=64, steps=7, busy_s=2.5, bubble_s=1.5)
+        moved = {"transfers": 3, "transfer_bytes": 4096, "transfer_s": 0.25}
+        decode = InstanceStats("d0", "decode", running=len(self.running), pages_total=64, pages_free=64, **moved)
+        return EngineStats((prefill, decode), dead={"d0": "killed"}, restarts=4, retries=5)
 
     async def drain(self, timeout_s: float) -> None:
         self.calls.append(f"drain {timeout_s}")

@@ -52,7 +52,7 @@ def test_health() -> None:
     assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
 
 
-@pytest.mark.parametrize("state", [{"ready": False}, {"draining": True}])
+@pytest.mark.parametrize("state", [{"started": False}, {"draining": True}])
 def test_no_work_is_taken_before_ready_and_while_draining(state: dict) -> None:
     service = Service()
     for name, value in state.items():
@@ -91,6 +91,13 @@ def test_metrics() -> None:
     assert service.metric("jdserve:e2e_request_latency_seconds_count") == 5
     assert service.metric('jdserve:pages_free{instance="d0",role="decode"}') == 64
     assert service.metric('jdserve:preemptions_total{instance="p0",role="prefill"}') == 0
+    assert service.metric('jdserve:pipeline_bubble_seconds_total{instance="p0",role="prefill"}') == 1.5
+    assert service.metric('jdserve:step_seconds_total{instance="p0",role="prefill"}') == 2.5
+    assert service.metric('jdserve:steps_total{instance="p0",role="prefill"}') == 7
+    assert service.metric('jdserve:instance_up{instance="p0",role="prefill"}') == 1
+    assert service.metric('jdserve:instance_up{instance="d0",role="decode"}') == 0
+    assert service.metric("jdserve:restarts_total") == 4
+    assert service.metric("jdserve:retries_total") == 5
     assert service.metric("jdserve:kv_transfer_bytes_total") == 4096
     assert service.metric("jdserve:recompilations_total") == 0
     assert service.metric("jdserve:ready") == 1
