@@ -24,7 +24,7 @@ from jdserve.core.version import VERSION
 from jdserve.runtime import wire
 from jdserve.runtime.channel import Channel, Frames, Keys
 from jdserve.runtime.client import EngineClient
-from jdserve.runtime.hosts import check_cores, check_hosts, is_here
+from jdserve.runtime.hosts import check_machine, is_here
 from jdserve.runtime.operator import publish
 from jdserve.runtime.outputs import InstanceStats, Report
 from jdserve.runtime.processes import Process, write_files
@@ -78,9 +78,7 @@ class WorkerFleet:
         self._progress = progress
         self._operate = operate
         self._meeting_point = meeting_point
-        check_hosts(plan)
-        if not options.oversubscribe and plan.platform == "cpu":
-            check_cores(plan, [worker for worker in plan.workers if is_here(worker.host)])
+        check_machine(plan, oversubscribe=options.oversubscribe)
         self._channel = Channel.listen(options.host, options.port, Keys(options.secret))
         self.address = self._channel.address
         self._folder = Path(tempfile.mkdtemp(prefix="jdserve-"))
@@ -145,11 +143,9 @@ class WorkerFleet:
             self.plan, instances=(*self.plan.instances, instance), workers=(*self.plan.workers, worker)
         )
         plan.check(self._spec)
-        check_hosts(plan)
         if worker.instances != (instance.name,):
             raise InvalidPlan("$.worker.stages", f"the worker must host {instance.name} and nothing else")
-        if plan.platform == "cpu" and not self._options.oversubscribe and is_here(worker.host):
-            check_cores(plan, [worker])
+        check_machine(plan, oversubscribe=self._options.oversubscribe)
         with self._lock:
             self._change_plan(plan)
             self._expect(worker)

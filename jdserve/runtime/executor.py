@@ -201,13 +201,15 @@ class JaxExecutor:
 
     def _chain(self, launch: Launch) -> Outcome[StepOutputs]:
         """One launch through all stages; the outcome is that of the last."""
+        return self._stages.run(launch.shape, self._inputs(launch), lambda: self._scores(launch))
+
+    def _scores(self, launch: Launch) -> Scores:
         chunks = [self._seqs[chunk.request_id].request.params for chunk in launch.chunks]
         decodes = [self._seqs[decode.request_id].request.params for decode in launch.decodes]
-        scores = Scores(
+        return Scores(
             any(params.logprobs is not None for params in (*chunks, *decodes)),
             any(params.prompt_logprobs is not None for params in chunks),
         )
-        return self._stages.run(launch.shape, self._inputs(launch), scores)
 
     def _copy_out(self, step: RunStep) -> None:
         """Copy the KV of prompts that end in ``step`` right behind it: later it would wait for the steps in flight."""

@@ -15,7 +15,7 @@ from jdserve.policy.build import RouterConfig, router_of
 from jdserve.runtime import wire
 from jdserve.runtime.cluster import WorkerFleet
 from jdserve.runtime.engine import Engine
-from jdserve.runtime.hosts import is_here, platform_here
+from jdserve.runtime.hosts import check_machine, is_here, platform_here
 from jdserve.runtime.outputs import Report
 from jdserve.runtime.progress import Progress
 from jdserve.runtime.recording import recorded
@@ -23,10 +23,10 @@ from jdserve.runtime.remote import ClusterOptions
 
 
 def settled(plan: Plan, options: ClusterOptions) -> Plan:
-    """The plan with its platform settled, after a check that workers of other hosts can join.
+    """The plan with its platform settled, after a check of its hosts and of the cores of this one.
 
     Raises:
-        InvalidPlan: they cannot.
+        InvalidPlan: a host or a core is not there, or workers of another host could not join.
     """
     if plan.platform == "auto":
         plan = msgspec.structs.replace(plan, platform=platform_here())
@@ -41,6 +41,7 @@ def settled(plan: Plan, options: ClusterOptions) -> Plan:
                 f"{worker.host} is not this machine: say with --control ADDRESS:PORT and --secret-file where its"
                 " worker can join",
             )
+    check_machine(plan, oversubscribe=options.oversubscribe)
     return plan
 
 

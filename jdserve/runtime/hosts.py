@@ -92,6 +92,17 @@ def check_cores(plan: Plan, workers: Seq[Worker]) -> None:
             )
 
 
+def check_machine(plan: Plan, *, oversubscribe: bool) -> None:
+    """Check the hosts of a plan, and that this machine has the cores of its own workers.
+
+    Raises:
+        InvalidPlan: names the worker.
+    """
+    check_hosts(plan)
+    if plan.platform == "cpu" and not oversubscribe:
+        check_cores(plan, [worker for worker in plan.workers if is_here(worker.host)])
+
+
 def _ranges(numbers: Seq[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{numbers[0]} to {numbers[-1]}"
 

@@ -31,7 +31,7 @@ class MeetingPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def meeting_file(port: int) -> Path:
     """Where the server that listens on HTTP ``port`` leaves its :class:`MeetingPoint`; only its user may read it."""
-    return Path(platformdirs.user_runtime_dir("jdserve")) / f"{port}.json"
+    return Path(platformdirs.user_cache_dir("jdserve")) / "servers" / f"{port}.json"
 
 
 def publish(path: Path, control: str, secret: str) -> None:

@@ -73,8 +73,8 @@ class Stages(Protocol):
         """Write one sequence into its slot."""
         ...
 
-    def run(self, shape: StepShape, inputs: StepInputs, scores: Scores) -> Outcome[StepOutputs]:
-        """One launch through all stages. Log-probabilities that nobody asked for may be missing."""
+    def run(self, shape: StepShape, inputs: StepInputs, scores: Callable[[], Scores]) -> Outcome[StepOutputs]:
+        """One launch through all stages. Log-probabilities that ``scores()`` does not ask for may be missing."""
         ...
 
     def gather(self, pages: np.ndarray) -> Gathered:
@@ -174,7 +174,7 @@ class Part:
         for _, stage, driver in self._each():
             driver.post(stage.admit, row)
 
-    def run(self, shape: StepShape, inputs: StepInputs, scores: Scores | None = None) -> Outcome[Any]:
+    def run(self, shape: StepShape, inputs: StepInputs, scores: Callable[[], Scores] | None = None) -> Outcome[Any]:
         """One launch through the stages here; gives what the last of them does."""
         launch = next(self._launches)
         outcome: Outcome[Any] | None = None

@@ -64,12 +64,12 @@ class SpanningStages:
         self._team.tell(lockstep.Admit(lockstep.pack_all(row)))
         self._part.admit(row)
 
-    def run(self, shape: StepShape, inputs: StepInputs, scores: Scores) -> Outcome[StepOutputs]:
+    def run(self, shape: StepShape, inputs: StepInputs, scores: Callable[[], Scores]) -> Outcome[StepOutputs]:
         """One launch through all stages."""
         id = self._team.new_id()
         result = None if self._part.samples else self._team.result(id)
         chunk_tokens, chunks, decodes = (lockstep.pack(one) for one in inputs)
-        self._team.tell(lockstep.Run(id, shape, (chunk_tokens, chunks, decodes), scores))
+        self._team.tell(lockstep.Run(id, shape, (chunk_tokens, chunks, decodes), scores()))
         here = self._part.run(shape, inputs)
         return here if result is None else result
 

@@ -30,7 +30,6 @@ def environment(cache_home: Path, pytestconfig: pytest.Config) -> dict[str, str]
     compilations = str(pytestconfig.cache.mkdir("compilations"))
     return {
         "XDG_CACHE_HOME": str(cache_home),
-        "XDG_RUNTIME_DIR": str(cache_home),
         "JAX_COMPILATION_CACHE_DIR": compilations,
     }
 

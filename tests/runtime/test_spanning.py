@@ -135,8 +135,6 @@ def test_hand_off(model: LoadedModel, expected: dict[str, Answer], source: str, 
     [
         ("PP2", "one", "p0-1", signal.SIGKILL),
         ("one", "PP2", "d0-1", signal.SIGKILL),
-        ("one", "PP2", "p0-0", signal.SIGKILL),
-        ("one", "TP2", "d0-0", signal.SIGKILL),
         ("one", "TP2", "d0-1", signal.SIGSTOP),  # the other one hangs in a collective
     ],
 )

@@ -74,8 +74,7 @@ def test_the_texts_of_one_device_and_a_log_that_replays(
         assert result.events
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize(("victim", "number"), [("p0", signal.SIGKILL), ("d0", signal.SIGSTOP)])
 def test_a_worker_that_dies_or_hangs_costs_no_token(
     model: LoadedModel, expected: dict[str, Answer], victim: str, number: signal.Signals
 ) -> None:
