@@ -20,6 +20,7 @@ from jdserve.core.plan import Instance, Plan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.skeleton import Skeleton
 from jdserve.ops.attention import KVPool, attention_ops
+from jdserve.ops.pages import write_pages
 from jdserve.runtime.buckets import Buckets, StepShape
 from jdserve.runtime.budget import check_pool, free_bytes
 from jdserve.runtime.state import Admission, admit, empty_state
@@ -87,6 +88,7 @@ class Stage:
 
     def _compile_helpers(self) -> None:
         pool, whole = self._pool_shardings, self._whole
+        platform = self._mesh.devices.flat[0].platform
         self._admit = jax.jit(
             admit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole), out_shardings=(whole, whole)
         )
@@ -97,10 +99,7 @@ class Stage:
         )
         # The pool is donated to the next step, so the number of pages stands for the end of the program.
         self._insert = jax.jit(
-            lambda pool, new, pages: (
-                KVPool(pool.keys.at[:, pages].set(new.keys), pool.values.at[:, pages].set(new.values)),
-                pages.sum(),
-            ),
+            lambda pool, new, pages: (write_pages(pool, new, pages, platform), pages.sum()),
             donate_argnums=0,
             in_shardings=(pool, pool, whole),
             out_shardings=(pool, whole),
