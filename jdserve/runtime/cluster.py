@@ -121,7 +121,8 @@ class WorkerFleet:
             raise JdserveError(failure)
         if self._meeting_point is not None:
             publish(self._meeting_point, self.address, self._options.secret)
-        self._progress("ready", 1.0)
+        for stage in ("load", "compile", "ready"):  # workers tell now and then, and may have left out the end
+            self._progress(stage, 1.0)
 
     def _await(self, links: Seq[Link]) -> str:
         """Wait until all are up; gives why one never will be, or nothing."""

@@ -18,8 +18,8 @@ import pytest
 
 from e2e.harness import START_S, Api, Server, free_port, small_plan, until
 
-STREAMS = 12
-"""Three batches: the last ones still wait when the signal comes."""
+STREAMS, SAMPLES = 12, 8
+"""24 batches: the last ones still wait when the signal comes, and are being decoded for some time after it."""
 
 LENGTH = 100
 
@@ -27,15 +27,16 @@ LENGTH = 100
 class Stream(threading.Thread):
     """A client that reads a long stream to its end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, samples: int = 1) -> None:
         super().__init__()
         self._url = url
+        self._samples = samples
         self.begun = threading.Event()
         self.lines: list[str] = []
 
     def run(self) -> None:
         body = {"model": "tiny", "prompt": "The harbour", "max_tokens": LENGTH, "ignore_eos": True, "stream": True}
-        body["stream_options"] = {"include_usage": True}
+        body |= {"n": self._samples, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 self.lines.append(line)
@@ -45,7 +46,7 @@ class Stream(threading.Thread):
         """Every token has come, and the end mark."""
         data = [line.removeprefix("data: ") for line in self.lines if line]
         assert data[-1] == "[DONE]"
-        assert json.loads(data[-2])["usage"]["completion_tokens"] == LENGTH
+        assert json.loads(data[-2])["usage"]["completion_tokens"] == LENGTH * self._samples
 
 
 def refused(url: str) -> bool:
@@ -64,7 +65,7 @@ def refused(url: str) -> bool:
 
 def drained_by(server: Server, number: signal.Signals) -> None:
     """Signal a server with open streams: they end whole, nothing new is taken, the exit code is 0."""
-    streams = [Stream(server.url) for _ in range(STREAMS)]
+    streams = [Stream(server.url, SAMPLES) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
     assert streams[0].begun.wait(30)
