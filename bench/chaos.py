@@ -332,6 +332,7 @@ def run(size: Size, seeds: range) -> list[Outcome]:
                 file=sys.stderr,
             )
             if failures([outcome]):
+                print("\n".join(failures([outcome])), file=sys.stderr)
                 print(log.read_text()[-3000:], file=sys.stderr)
     return outcomes
 

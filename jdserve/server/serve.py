@@ -102,6 +102,7 @@ class Options:
 def serve(options: Options) -> int:
     """Run the server until it is told to stop; returns the exit code (0, 1 for a failed start, 2 for bad input)."""
     logging.basicConfig(format="jdserve: %(message)s", level=logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a client that has gone
     try:
         plan = Plan.load(options.plan)
         if options.max_model_len is not None:
