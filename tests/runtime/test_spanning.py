@@ -133,6 +133,7 @@ def test_hand_off(model: LoadedModel, expected: dict[str, Answer], source: str, 
 @pytest.mark.parametrize(
     ("source", "destination", "victim", "number"),
     [
+        ("PP2", "one", "p0-1", signal.SIGKILL),
         ("one", "TP2", "d0-1", signal.SIGSTOP),  # the other one hangs in a collective
     ],
 )

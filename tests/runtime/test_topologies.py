@@ -41,7 +41,9 @@ def workload() -> list[Request]:
     lengths = (1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90, *range(6, 58, 4))
     greedy = [request(f"g{n}", prompt(n, n), max_tokens=20, logprobs=3) for n in lengths]
     sampled = [SAMPLED[i % len(SAMPLED)] for i in range(25)]
-    return greedy + [request(f"s{i}", prompt(10 + i, i), max_tokens=20, **params) for i, params in enumerate(sampled)]
+    return greedy + [
+        request(f"s{i}", prompt(10 + i, 100 + i), max_tokens=20, **params) for i, params in enumerate(sampled)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,8 @@ def hit(name: str, number: signal.Signals = signal.SIGKILL) -> int:
 
 async def back(engine: Engine, name: str, old: int) -> None:
     """Wait until worker ``name`` runs in another process and its instance takes work."""
-    await until(lambda: workers().get(name, old) != old, f"{name} runs again", 60)
-    await until(lambda: name not in engine.stats().dead, f"{name} takes work again", 120)
+    await until(lambda: workers().get(name, old) != old, f"{name} runs again", 120)
+    await until(lambda: name not in engine.stats().dead, f"{name} takes work again", 240)
 
 
 def replaced(plan: Plan, name: str, **changes: Any) -> Plan:
