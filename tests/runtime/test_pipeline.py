@@ -94,6 +94,9 @@ def crowded(model: LoadedModel, plan: Plan, record: Any = None) -> Engine:
     return make_engine(plan, model.spec, make, record=record)
 
 
+FURTHER = ("chunked PP2", "PP2-PP2")
+"""Left out unless they are asked for."""
+
 TOPOLOGIES: dict[str, Plan] = {
     "colocated PP2": plan_of(colocated(pp=2), longest=LONGEST),
     "chunked PP2": plan_of(colocated("chunked", pp=2, token_budget=32), longest=LONGEST),
@@ -104,7 +107,9 @@ TOPOLOGIES: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in FURTHER else []) for name in TOPOLOGIES]
+)
 def test_every_topology_gives_the_tokens_of_one_device(
     name: str, model: LoadedModel, alone: list[Answer], tmp_path
 ) -> None:

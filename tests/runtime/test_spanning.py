@@ -104,7 +104,10 @@ def check(asked: list[Request], answers: list[Answer], expected: dict[str, Answe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("span", ["TP2 x PP2"])
+@pytest.mark.parametrize(
+    "span",
+    ["TP2 x PP2", pytest.param("PP2", marks=pytest.mark.long), pytest.param("TP2", marks=pytest.mark.long)],
+)
 def test_colocated(model: LoadedModel, expected: dict[str, Answer], span: str) -> None:
     plan = spanning(model, (colocated(**degrees(span)), span))
 
@@ -115,6 +118,7 @@ def test_colocated(model: LoadedModel, expected: dict[str, Answer], span: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "destination"), [("TP2", "PP2")])
 def test_hand_off(model: LoadedModel, expected: dict[str, Answer], source: str, destination: str) -> None:
     """KV moves from each process that has some to each process that wants some; more pairs of instances below."""
@@ -133,7 +137,9 @@ def test_hand_off(model: LoadedModel, expected: dict[str, Answer], source: str, 
 @pytest.mark.parametrize(
     ("source", "destination", "victim", "number"),
     [
-        ("PP2", "one", "p0-1", signal.SIGKILL),
+        pytest.param("PP2", "one", "p0-1", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("one", "PP2", "d0-1", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("one", "TP2", "d0-0", signal.SIGKILL, marks=pytest.mark.long),
         ("one", "TP2", "d0-1", signal.SIGSTOP),  # the other one hangs in a collective
     ],
 )

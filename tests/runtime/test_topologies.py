@@ -66,6 +66,10 @@ TOPOLOGIES: dict[str, Plan] = {
 }
 
 
+FURTHER = ("two decode layouts", "kv_capacity", "chunked")
+"""Left out unless they are asked for."""
+
+
 def same(ours: list[Answer], oracle: list[Answer]) -> None:
     for one, other in zip(ours, oracle, strict=True):
         assert one.tokens == other.tokens
@@ -77,7 +81,9 @@ def same(ours: list[Answer], oracle: list[Answer]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in FURTHER else []) for name in TOPOLOGIES]
+)
 def test_every_topology_gives_the_tokens_of_one_device(
     name: str, model: LoadedModel, alone: list[Answer], tmp_path
 ) -> None:

@@ -74,7 +74,15 @@ def test_the_texts_of_one_device_and_a_log_that_replays(
         assert result.events
 
 
-@pytest.mark.parametrize(("victim", "number"), [("p0", signal.SIGKILL), ("d0", signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("p0", signal.SIGKILL),
+        ("d0", signal.SIGSTOP),
+        pytest.param("p0", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("d0", signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
 def test_a_worker_that_dies_or_hangs_costs_no_token(
     model: LoadedModel, expected: dict[str, Answer], victim: str, number: signal.Signals
 ) -> None:
@@ -100,6 +108,7 @@ def test_a_worker_that_dies_or_hangs_costs_no_token(
     run(engine_for(model, plan), body)
 
 
+@pytest.mark.long
 def test_streams_that_hold_their_kv_outlive_the_prefill_instance(
     model: LoadedModel, expected: dict[str, Answer]
 ) -> None:

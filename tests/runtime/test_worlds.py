@@ -65,7 +65,7 @@ def test_device_put_wants_one_of_each() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["d0"])
+@pytest.mark.parametrize("victim", ["d0", pytest.param("p0", marks=pytest.mark.long)])
 def test_jax_04_a_pair_serves_and_restarts_as_a_whole(model: LoadedModel, victim: str) -> None:
     """JAX-04: the death of one takes the other, both come back in a new world, and nobody's text is lost."""
     plan = plan_of(model, prefill(), decode(), transport="device_put")
