@@ -177,7 +177,8 @@ async def load(server: Server, size: Size, seed: int, expected: list[str], outco
     draw = random.Random(seed)
     work = prompts()
     end = time.monotonic() + size.seconds
-    limits = httpx.Limits(max_connections=None)
+    # A kept connection may be closed by the server in the moment in which it is used again: that is no lost stream.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=STREAM_S, limits=limits) as client:
 
         async def slot() -> None:
