@@ -48,7 +48,7 @@ class WorkerFleet:
     """The instances of a plan in worker processes; see :class:`~jdserve.runtime.client.Fleet`.
 
     Args:
-        plan: to serve, with its platform settled.
+        plan: to serve; see :func:`~jdserve.runtime.front.settled`.
         spec: of its model.
         options: see there.
         report: takes news, on the thread of the channel.
@@ -57,7 +57,6 @@ class WorkerFleet:
         meeting_point: file that tells operators of this machine how to reach the fleet, while it runs.
 
     Raises:
-        InvalidPlan: a host or a core of the plan is not there.
         OSError: the address for workers cannot be bound.
     """
 
@@ -78,7 +77,6 @@ class WorkerFleet:
         self._progress = progress
         self._operate = operate
         self._meeting_point = meeting_point
-        check_machine(plan, oversubscribe=options.oversubscribe)
         self._channel = Channel.listen(options.host, options.port, Keys(options.secret))
         self.address = self._channel.address
         self._folder = Path(tempfile.mkdtemp(prefix="jdserve-"))

@@ -30,18 +30,14 @@ def settled(plan: Plan, options: ClusterOptions) -> Plan:
     """
     if plan.platform == "auto":
         plan = msgspec.structs.replace(plan, platform=platform_here())
+    check_machine(plan, oversubscribe=options.oversubscribe)
     for index, worker in enumerate(plan.workers):
-        try:
-            here = is_here(worker.host)
-        except OSError as error:
-            raise InvalidPlan(f"$.workers[{index}].host", str(error)) from None
-        if not here and options.host.startswith("127."):
+        if not is_here(worker.host) and options.host.startswith("127."):
             raise InvalidPlan(
                 f"$.workers[{index}].host",
                 f"{worker.host} is not this machine: say with --control ADDRESS:PORT and --secret-file where its"
                 " worker can join",
             )
-    check_machine(plan, oversubscribe=options.oversubscribe)
     return plan
 
 

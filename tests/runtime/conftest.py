@@ -12,3 +12,9 @@ from jdserve.models.load import resolve
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return resolve(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _caches(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """Worker processes share the compiled programs of this one."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("compilations")))

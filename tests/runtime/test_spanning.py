@@ -25,7 +25,7 @@ from jdserve.runtime.team import SILENCE_S, Team
 from jdserve.runtime.wire import World
 from runtime.harness import Answer, answer, colocated, decode, prefill, prompt, request, serve, until
 from runtime.harness import plan_of as local_plan
-from runtime.workers import engine_for, hit, run, workers
+from runtime.workers import ask, engine_for, hit, long_ones, run, workers
 
 SPANS: dict[str, list[list[tuple[int, int]]]] = {
     "one": [[(0, 1)]],
@@ -73,25 +73,11 @@ def requests() -> list[Request]:
     return [request(f"r{i}", prompt(5 + 11 * i, i), max_tokens=12, **options[i % 4]) for i in range(6)]
 
 
-def long_ones() -> list[Request]:
-    """Requests that are still being decoded when something happens to them."""
-    return [request(f"long{i}", prompt(9 + 4 * i, i), max_tokens=100) for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def _caches(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("compilations")))
-
-
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel) -> dict[str, Answer]:
     """What one device gives."""
     asked = requests() + long_ones()
     return {r.id: a for r, a in zip(asked, serve(model, local_plan(colocated()), asked), strict=True)}
-
-
-async def ask(engine: Engine, asked: list[Request]) -> list[Answer]:
-    return list(await asyncio.gather(*(answer(engine, r) for r in asked)))
 
 
 def check(asked: list[Request], answers: list[Answer], expected: dict[str, Answer]) -> None:

@@ -18,7 +18,7 @@ from jdserve.runtime.engine import Engine
 from runtime import workers
 from runtime.harness import Answer, answer, colocated, decode, prefill, prompt, request, serve, until
 from runtime.harness import plan_of as local_plan
-from runtime.workers import back, engine_for, hit, plan_of, run
+from runtime.workers import ask, back, engine_for, hit, long_ones, plan_of, run
 
 pytestmark = pytest.mark.slow
 
@@ -28,25 +28,11 @@ def requests(count: int = 6, tokens: int = 12, salt: int = 0) -> list[Request]:
     return [request(f"r{i}", prompt(5 + 11 * i, salt + i), max_tokens=tokens, **sampled[i % 2]) for i in range(count)]
 
 
-def long_ones(count: int = 4) -> list[Request]:
-    """Requests that are still being decoded when something happens to them."""
-    return [request(f"long{i}", prompt(9 + 4 * i, i), max_tokens=100) for i in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def _caches(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("compilations")))
-
-
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel) -> dict[str, Answer]:
     """What one device gives for all requests of this module."""
     asked = requests() + long_ones()
     return {r.id: a for r, a in zip(asked, serve(model, local_plan(colocated()), asked), strict=True)}
-
-
-async def ask(engine: Engine, asked: list[Request]) -> list[Answer]:
-    return list(await asyncio.gather(*(answer(engine, r) for r in asked)))
 
 
 def check(asked: list[Request], answers: list[Answer], expected: dict[str, Answer]) -> None:

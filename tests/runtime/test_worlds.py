@@ -18,11 +18,6 @@ from runtime.harness import plan_of as local_plan
 from runtime.workers import back, engine_for, hit, plan_of, run, workers
 
 
-@pytest.fixture(autouse=True)
-def _caches(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("compilations")))
-
-
 def pair(**changes: object) -> Plan:
     workers = (Worker("d0", (HostedStage("d0", (0,)),)), Worker("p0", (HostedStage("p0", (1,)),)))
     fields = {"instances": (decode(), prefill()), "workers": workers, "transport": "device_put", **changes}

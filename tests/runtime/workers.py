@@ -13,14 +13,15 @@ import msgspec
 import psutil
 
 from jdserve.core.plan import DecodeInstance, HostedStage, Plan, PrefillInstance, Worker
+from jdserve.core.request import Request
 from jdserve.models.checkpoint import LoadedModel
 from jdserve.runtime.channel import new_secret
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.front import make_worker_engine, settled
 from jdserve.runtime.progress import Progress
 from jdserve.runtime.remote import ClusterOptions
+from runtime.harness import Answer, answer, prompt, request, until
 from runtime.harness import settled as all_idle
-from runtime.harness import until
 
 HEARTBEAT_S = 3.0
 
@@ -110,3 +111,12 @@ def replaced(plan: Plan, name: str, **changes: Any) -> Plan:
     """The plan with other fields for instance ``name``."""
     instances = tuple(msgspec.structs.replace(i, **changes) if i.name == name else i for i in plan.instances)
     return msgspec.structs.replace(plan, instances=instances)
+
+
+def long_ones() -> list[Request]:
+    """Requests that are still being decoded when something happens to them."""
+    return [request(f"long{i}", prompt(9 + 4 * i, i), max_tokens=100) for i in range(4)]
+
+
+async def ask(engine: Engine, asked: list[Request]) -> list[Answer]:
+    return list(await asyncio.gather(*(answer(engine, r) for r in asked)))
