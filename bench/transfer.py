@@ -45,6 +45,7 @@ from rich.table import Table
 from servers import ServerFailed
 
 from jdserve.core import jsonio
+from jdserve.runtime.processes import allocator
 from jdserve.transfer.layout import KVLayout
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
@@ -92,6 +93,27 @@ def model(mib: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, values
 
 
+class Finished:
+    """Pages that were copied out already; whoever reads them finds them in order."""
+
+    def __init__(self, stage: Any) -> None:
+        self.layout = LAYOUT
+        self.stage = stage
+        self.pages: int = stage[0].shape[1]
+
+    def copy(self) -> Any:
+        """As a :class:`~jdserve.transfer.base.KVCopy`."""
+        from jdserve.transfer.base import KVCopy
+
+        return KVCopy(LAYOUT, [self.stage], self.pages)
+
+    def read(self, take: Callable[..., None], failed: Callable[[], None]) -> None:
+        """At once, on the thread that asks."""
+        from jdserve.ops.pages import host_memory
+
+        take(0, [tuple(host_memory(array) for array in self.stage)], range(self.pages))
+
+
 class Source:
     """Makes copies that are offered, on one device; a new one for each offer, because a transport may delete it."""
 
@@ -107,15 +129,13 @@ class Source:
         self._gather = jax.jit(lambda pool: jax.tree.map(lambda array: array + 0, pool))
 
     def copy(self, mib: int) -> Any:
-        """A finished :class:`KVCopy`."""
+        """Finished pages, as :class:`~jdserve.transfer.base.KVPages`."""
         import jax
-
-        from jdserve.transfer.base import KVCopy
 
         if mib not in self._pools:
             self._pools[mib] = jax.device_put(model(mib), self.sharding)
         stage = jax.block_until_ready(self._gather(self._pools[mib]))
-        return KVCopy(LAYOUT, [stage], stage[0].shape[1])
+        return Finished(stage)
 
 
 def in_process(pipe: Connection) -> None:
@@ -136,7 +156,7 @@ def in_process(pipe: Connection) -> None:
 
     def moved(kind: str, copy: Any) -> Any:
         if kind == "bare":
-            return jax.device_put(copy.stages[0], destination.sharding)
+            return jax.device_put(copy.stage, destination.sharding)
         handle = transport.offer("r", "p0", copy, LAYOUT, WAIT_S)
         landed = transport.pull(handle, LAYOUT, [destination.mesh], WAIT_S)
         transport.release(handle)
@@ -144,7 +164,7 @@ def in_process(pipe: Connection) -> None:
 
     def measure(kind: str, mib: int, check: bool) -> float:
         copy = source.copy(mib)
-        pool = pools.pop(mib, None) or destination.copy(mib).stages[0]
+        pool = pools.pop(mib, None) or destination.copy(mib).stage
         pages = np.arange(copy.pages, dtype=np.int32)
         started = time.perf_counter()
         pools[mib] = jax.block_until_ready(insert(pool, pages, moved(kind, copy)))
@@ -298,6 +318,7 @@ def wire(work: Work) -> dict[int, dict[str, Any]]:
     Raises:
         BenchFailed: something did not move what it should, or a child died.
     """
+    os.environ.update(allocator(os.environ))  # as workers have it
     spawn = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
     world = free_addresses(3)

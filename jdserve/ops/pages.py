@@ -1,7 +1,11 @@
-"""Putting pages into a KV pool: what a hand-off costs the instance that decodes meanwhile."""
+"""Taking pages out of a KV pool and putting them in: what a hand-off costs the instances at both ends."""
 
 from __future__ import annotations
 
+import ctypes
+
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jdserve.ops.attention import KVPool
@@ -19,6 +23,37 @@ def write_pages(pool: KVPool, new: KVPool, pages: Array, platform: str) -> KVPoo
     if platform == "cpu" and pool.keys.dtype.itemsize >= 4:
         return KVPool(*(_write(array, part, pages) for array, part in zip(pool, new, strict=True)))
     return KVPool(pool.keys.at[:, pages].set(new.keys), pool.values.at[:, pages].set(new.values))
+
+
+def read_pages(pool: KVPool, pages: Array, platform: str) -> KVPool:
+    """Copy ``pages`` ``int32[N]`` out of a pool: ``[layers, N, ...]``.
+
+    On CPU by blocks, as in :func:`write_pages`: in a third of the time of XLA's gather.
+    """
+    if platform == "cpu" and pool.keys.dtype.itemsize >= 4:
+        return KVPool(*(_read(array, pages) for array in pool))
+    return KVPool(pool.keys[:, pages], pool.values[:, pages])
+
+
+def host_memory(array: Array) -> np.ndarray:
+    """The memory of a computed array on one CPU device, read-only.
+
+    Unlike ``np.asarray`` this holds no reference, which would turn the donation of a pool into a copy of it. So the
+    caller keeps the array, and launches nothing that it is donated to, while the memory is read.
+    """
+    address = ctypes.cast(array.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
+    view = np.ctypeslib.as_array(address, (array.nbytes,)).view(array.dtype).reshape(array.shape)
+    view.flags.writeable = False
+    return view
+
+
+def _read(array: Array, pages: Array) -> Array:
+    def one(index: Array, out: Array) -> Array:
+        page = lax.dynamic_slice_in_dim(array, pages[index], 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(out, page, index, axis=1)
+
+    out = jnp.zeros((array.shape[0], pages.shape[0], *array.shape[2:]), array.dtype)
+    return lax.fori_loop(0, pages.shape[0], one, out)
 
 
 def _write(array: Array, new: Array, pages: Array) -> Array:

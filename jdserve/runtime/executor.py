@@ -17,13 +17,13 @@ import numpy as np
 
 from jdserve.compat import Device
 from jdserve.core.pages import pages_for
-from jdserve.core.plan import Instance, Plan, PrefillInstance
+from jdserve.core.plan import Instance, Plan
 from jdserve.core.request import Request, SamplingParams
 from jdserve.core.spec import ModelSpec
 from jdserve.policy.commands import RunStep
 from jdserve.runtime.buckets import Launch, buckets_for, fitting, split
 from jdserve.runtime.links import layout_of
-from jdserve.runtime.part import Gathered, Part, Scores, Stages
+from jdserve.runtime.part import LeavingKV, Part, Scores, Stages
 from jdserve.runtime.results import AdmittedSeq, LaunchedStep, Outcome, PendingStep
 from jdserve.runtime.spanning import SpanningStages
 from jdserve.runtime.stage import Load
@@ -31,7 +31,7 @@ from jdserve.runtime.state import admission
 from jdserve.runtime.steps import StepInputs, StepOutputs
 from jdserve.runtime.team import Team
 from jdserve.sharding.rules import ShardingRules
-from jdserve.transfer.base import KVCopy, Landed
+from jdserve.transfer.base import Landed
 from jdserve.transfer.layout import KVLayout
 
 
@@ -64,8 +64,8 @@ class Executor(Protocol):
         """Pages in a gather or an insert, ascending: every other number is padded to one of these."""
         ...
 
-    def gather(self, pages: tuple[int, ...]) -> KVCopy:
-        """Copy ``pages`` out of the pool."""
+    def leaving(self, pages: tuple[int, ...]) -> LeavingKV:
+        """``pages`` of the pool, to be copied out behind what was launched before."""
         ...
 
     def pull(self, pull: Callable[..., Landed]) -> Landed:
@@ -137,8 +137,6 @@ class JaxExecutor:
         self._stages: Stages = part if team is None else SpanningStages(part, team)
         self._seqs: dict[str, AdmittedSeq] = {}
         self._slots = list(range(self._buckets.slots - 1, -1, -1))
-        self._parks = self._depth > 1 and isinstance(instance, PrefillInstance)
-        self._copies: dict[tuple[int, ...], tuple[int, Gathered]] = {}
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
         """Compile every bucket ahead of time and run it once on padding."""
@@ -194,10 +192,7 @@ class JaxExecutor:
     def launch(self, step: RunStep) -> PendingStep:
         """Launch every part of the step; parts follow each other on the device without the host."""
         launches = split(self._buckets, step.chunks, step.decodes)
-        pending = LaunchedStep([(launch, self._chain(launch)) for launch in launches], self._seqs)
-        if self._parks:
-            self._copy_out(step)
-        return pending
+        return LaunchedStep([(launch, self._chain(launch)) for launch in launches], self._seqs)
 
     def _chain(self, launch: Launch) -> Outcome[StepOutputs]:
         """One launch through all stages; the outcome is that of the last."""
@@ -210,15 +205,6 @@ class JaxExecutor:
             any(params.logprobs is not None for params in (*chunks, *decodes)),
             any(params.prompt_logprobs is not None for params in chunks),
         )
-
-    def _copy_out(self, step: RunStep) -> None:
-        """Copy the KV of prompts that end in ``step`` right behind it: later it would wait for the steps in flight."""
-        oldest = step.step_id - self._depth
-        for pages in [pages for pages, (step_id, _) in self._copies.items() if step_id <= oldest]:
-            self._stages.drop(self._copies.pop(pages)[1])
-        for chunk in step.chunks:
-            if chunk.last:
-                self._copies[chunk.pages] = (step.step_id, self._gather(chunk.pages))
 
     def _inputs(self, launch: Launch) -> StepInputs:
         """Host inputs, in fresh arrays: jax may still read those of an earlier launch."""
@@ -260,14 +246,10 @@ class JaxExecutor:
         """Buckets of the instance."""
         return self._buckets.transfers
 
-    def gather(self, pages: tuple[int, ...]) -> KVCopy:
-        """Copy pages out of the pool, padded to a bucket with the null page."""
-        _, gathered = self._copies.pop(pages, None) or (0, self._gather(pages))
-        size = fitting(self._buckets.transfers, len(pages))
-        return gathered.copy(self.layout, size)
-
-    def _gather(self, pages: tuple[int, ...]) -> Gathered:
-        return self._stages.gather(_padded(pages, fitting(self._buckets.transfers, len(pages))))
+    def leaving(self, pages: tuple[int, ...]) -> LeavingKV:
+        """Pages of the pool, padded to a bucket with the null page."""
+        padded = _padded(pages, fitting(self._buckets.transfers, len(pages)))
+        return LeavingKV(self._stages, self.layout, padded)
 
     def pull(self, pull: Callable[..., Landed]) -> Landed:
         """Let a transport land KV on the meshes of all stages."""

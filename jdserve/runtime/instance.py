@@ -1,16 +1,18 @@
 """One instance: its state machine beside its mesh, on one launcher thread.
 
 The life of a request here: ``submit`` posts Arrived; the machine answers with a RunStep some time later; the thread
-launches it, waits for the tokens, posts StepDone, and turns the commands that come back into one Report. On a prefill
-instance the KV of an unfinished request is copied out of the pool at once and offered to the transport, because a
-gather behind the next prefill step would wait for all of it. On a decode instance ``hand_off`` posts KVReady; when the
-machine has reserved pages a pull runs on a transfer thread, and the launcher thread inserts what has landed.
+launches it, a reader thread waits for the tokens, the launcher thread posts StepDone, and turns the commands that come
+back into one Report. On a prefill instance the KV of a prompt is copied out of the pool right behind the step that ends
+it, because a copy behind the next one would wait for all of it. On a decode instance ``hand_off`` posts KVReady; when
+the machine has reserved pages a pull runs on a transfer thread, and the launcher thread inserts what has landed. A step
+in flight keeps the launcher thread from none of this.
 
 All launches on the mesh, and all calls of the machine, are made by the launcher thread. Everybody else posts messages.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -31,7 +33,7 @@ from jdserve.policy.base import Machine, Scheduler
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject, Release, RunStep
 from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, KVReady, LeaseExpired, PullFailed, StepDone
 from jdserve.runtime.executor import Executor
-from jdserve.runtime.links import Links
+from jdserve.runtime.links import Links, Offering
 from jdserve.runtime.live import Broken, HandOff, Live, Message, News, PullEnded, StepEnded, Stop, Submit
 from jdserve.runtime.outputs import Failed, InstanceStats, Parked, Report, TokenOutput
 from jdserve.runtime.results import PendingStep, RowResult
@@ -84,8 +86,7 @@ class Instance:
         self._leases: dict[str, int] = {}
         self._flights: deque[tuple[RunStep, PendingStep, int]] = deque()
         self._ended = 0
-        # With one stage the launcher thread has nothing else to do than to wait for the step in flight.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-read") if plan.pp > 1 else None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-read")
         self._rows: dict[str, RowResult] = {}
         self._error = ""
         self._news = News()
@@ -135,8 +136,7 @@ class Instance:
             self._thread.join()
         self._pulls.shutdown(wait=True, cancel_futures=True)
         self._executor.close()
-        if self._reader is not None:
-            self._reader.shutdown()
+        self._reader.shutdown()
 
     def _run(self) -> None:
         try:
@@ -146,8 +146,6 @@ class Instance:
                     return
                 if message is not None:
                     self._take(message)
-                elif self._flights and self._reader is None:
-                    self._finish_step()
                 self._expire_leases()
         except Exception as error:
             # A dead thread must be an event, never a hang: the front door sends its requests elsewhere.
@@ -155,10 +153,8 @@ class Instance:
             self._report(Report(self.name, dead=f"{type(error).__name__}: {error}"))
 
     def _next_message(self) -> Message | None:
-        """The next message; None where a step is to be waited for, or a lease may have run out."""
+        """The next message; None where a lease may have run out."""
         try:
-            if self._flights and self._reader is None:
-                return self._inbox.get_nowait()
             if not self._leases:
                 return self._inbox.get()
             wait = min(self._leases.values()) - self._clock()
@@ -226,15 +222,29 @@ class Instance:
                 live.cached = chunk.start if live.cached is None else live.cached
             self._count(prefilled_tokens=sum(chunk.count for chunk in step.chunks))
             pending = self._executor.launch(step)
+            if isinstance(self._plan, PrefillInstance):
+                self._begin_offers(step, self._plan.lease_s)
         except Exception as error:
             if not self._executor.intact:
                 raise
             pending = Broken(error)
-        if self._reader is not None:
-            future = self._reader.submit(pending.result)
-            future.add_done_callback(lambda _: self._inbox.put(StepEnded()))
-            pending = future
-        self._flights.append((step, pending, started))
+        tokens = self._reader.submit(pending.result)
+        self._flights.append((step, tokens, started))
+        tokens.add_done_callback(lambda _: self._inbox.put(StepEnded()))
+
+    def _begin_offers(self, step: RunStep, lease_s: float) -> None:
+        """Have the KV of the prompts that end in ``step`` copied, where it is to be parked."""
+        for chunk in step.chunks:
+            live = self._live[chunk.request_id]
+            if not chunk.last or live.request.remaining <= 1:
+                continue
+            try:
+                live.offering = self._links.begin(
+                    chunk.request_id, self.name, functools.partial(self._executor.leaving, chunk.pages), lease_s
+                )
+            except Exception:
+                # Without an offer the pull fails, and the router has the prompt computed again.
+                logger.exception("%s cannot offer the KV of request %s", self.name, chunk.request_id)
 
     def _finish_step(self) -> None:
         step, pending, started = self._flights[0]  # in flight until the tokens are here: others watch for how long
@@ -285,15 +295,13 @@ class Instance:
 
     def _park(self, request_id: str, live: Live) -> None:
         assert isinstance(self._plan, PrefillInstance)
+        offering = live.offering or Offering()
         try:
-            live.handles = self._links.offer(
-                request_id, self.name, lambda: self._executor.gather(live.pages), self._plan.lease_s
-            )
+            self._links.complete(offering, request_id, self.name, self._plan.lease_s)
         except Exception:
-            # Without an offer the pull fails, and the router has the prompt computed again.
-            logger.exception("%s cannot offer the KV of request %s", self.name, request_id)
+            logger.exception("%s cannot offer all of the KV of request %s", self.name, request_id)
         self._leases[request_id] = self._clock() + int(self._plan.lease_s * 1e9)
-        self._news.parked.append(Parked(request_id, tuple(live.handles)))
+        self._news.parked.append(Parked(request_id, tuple(offering.handles)))
 
     def _expire_leases(self) -> None:
         now = self._clock()
@@ -305,9 +313,8 @@ class Instance:
         self._executor.forget(request_id)
         self._leases.pop(request_id, None)
         live = self._live.pop(request_id, None)
-        if live is not None and isinstance(self._plan, PrefillInstance):
-            for handle in live.handles:
-                self._links.release(handle)
+        if live is not None and live.offering is not None:
+            self._links.drop(live.offering)
 
     def _preempt(self, request_id: str) -> None:
         if isinstance(self._plan, DecodeInstance):

@@ -281,8 +281,9 @@ def _warm_transfers(instance: InstancePlan, executor: Executor, links: Links, sp
     if isinstance(instance, PrefillInstance):
         for size in executor.transfer_sizes:
             pages = (NULL_PAGE,) * size
-            for handle in links.offer("warm-up", instance.name, lambda: executor.gather(pages), PULL_TIMEOUT_S):  # noqa: B023
-                links.release(handle)
+            ways = links.begin("warm-up", instance.name, lambda: executor.leaving(pages), PULL_TIMEOUT_S)  # noqa: B023
+            links.complete(ways, "warm-up", instance.name, PULL_TIMEOUT_S)
+            links.drop(ways)
     if isinstance(instance, DecodeInstance):
         sources = [
             layout_of(links.plan, peer, spec) for peer in links.plan.instances if isinstance(peer, PrefillInstance)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from jax.sharding import Mesh
 
 from jdserve.core.errors import TransferError
 from jdserve.core.plan import DecodeInstance, Instance, Plan, TransportKind
 from jdserve.core.spec import ModelSpec
-from jdserve.transfer.base import KVCopy, Landed, Transport
+from jdserve.transfer.base import KVPages, Landed, Transport
 from jdserve.transfer.layout import KVHandle, KVLayout
 
 Route = Callable[[Plan, str, str], TransportKind]
@@ -35,6 +37,31 @@ def layout_of(plan: Plan, instance: Instance, spec: ModelSpec) -> KVLayout:
 def local_route(plan: Plan, source: str, destination: str) -> TransportKind:
     """Every instance of the plan lives in this process."""
     return "local"
+
+
+class Leaving(KVPages, Protocol):
+    """Pages whose copy can be launched before anybody needs it."""
+
+    def gather(self) -> None:
+        """Launch the copy."""
+        ...
+
+    def drop(self) -> None:
+        """Forget a copy that nobody asked for."""
+        ...
+
+
+@dataclass
+class Offering:
+    """The KV of one prompt on its way out.
+
+    Attributes:
+        handles: of the offers so far.
+        copies: what is copied for offers that are still to be made, with the layouts that it is wanted in.
+    """
+
+    handles: list[KVHandle] = field(default_factory=list)
+    copies: list[tuple[Transport, Leaving, Seq[KVLayout]]] = field(default_factory=list)
 
 
 class Links:
@@ -72,17 +99,48 @@ class Links:
                     layouts.append(layout)
         return wanted
 
-    def offer(self, request_id: str, source: str, gather: Callable[[], KVCopy], lease_s: float) -> tuple[KVHandle, ...]:
-        """Offer KV in every way in which it may be wanted; each transport gets a copy that is its own to free.
+    def begin(self, request_id: str, source: str, leaving: Callable[[], Leaving], lease_s: float) -> Offering:
+        """Have KV copied in every way in which it may be wanted, as soon as it is computed.
+
+        Called when the step that ends the prompt has been launched: a transport that reads the pools gets its offer at
+        once, and its pieces leave stage by stage; for the others copies are launched behind the step. Each transport
+        gets one that is its own to free.
 
         Raises:
             TransferError: see the transports.
         """
-        handles: list[KVHandle] = []
-        for kind, layouts in self.destinations(source).items():
-            copy, transport = gather(), self._transport(kind)
-            handles += [transport.offer(request_id, source, copy, layout, lease_s) for layout in layouts]
-        return tuple(handles)
+        offering = Offering()
+        try:
+            for kind, layouts in self.destinations(source).items():
+                pages, transport = leaving(), self._transport(kind)
+                if transport.reads:
+                    for layout in layouts:
+                        offering.handles.append(transport.offer(request_id, source, pages, layout, lease_s))
+                else:
+                    pages.gather()
+                    offering.copies.append((transport, pages, layouts))
+        except BaseException:
+            self.drop(offering)
+            raise
+        return offering
+
+    def complete(self, offering: Offering, request_id: str, source: str, lease_s: float) -> None:
+        """Make the offers that are left: the KV is computed, and parked.
+
+        Raises:
+            TransferError: see the transports.
+        """
+        copies, offering.copies = offering.copies, []
+        for transport, pages, layouts in copies:
+            for layout in layouts:
+                offering.handles.append(transport.offer(request_id, source, pages, layout, lease_s))
+
+    def drop(self, offering: Offering) -> None:
+        """End all offers, and forget what was copied for more."""
+        for handle in offering.handles:
+            self._transport(handle.transport).release(handle)
+        for _, pages, _ in offering.copies:
+            pages.drop()
 
     def pick(self, handles: Seq[KVHandle], source: str, destination: str, layout: KVLayout) -> KVHandle:
         """The offer that was made for ``destination``.
@@ -101,10 +159,6 @@ class Links:
     ) -> Landed:
         """Pull what ``handle`` stands for; see :meth:`~jdserve.transfer.base.Transport.pull`."""
         return self._transport(handle.transport).pull(handle, layout, meshes, timeout_s, abandoned)
-
-    def release(self, handle: KVHandle) -> None:
-        """Drop an offer."""
-        self._transport(handle.transport).release(handle)
 
     def close(self) -> None:
         """Free every offer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jdserve.core.request import Request
 from jdserve.policy.commands import Pull
 from jdserve.policy.events import Event
+from jdserve.runtime.links import Offering
 from jdserve.runtime.outputs import Failed, Parked, Report, TokenOutput
 from jdserve.runtime.results import RowResult
 from jdserve.transfer.base import Landed
@@ -25,7 +26,8 @@ class Live:
         pages: of its block table when it was last launched.
         admitted: the executor keeps its state.
         cached: prompt tokens that came out of the prefix cache, None before the first launch.
-        handles: offers that stand for its parked KV (prefill), or that it can be pulled by (decode).
+        offering: its KV on the way out (prefill), from the launch of the step that ends the prompt.
+        handles: offers that it can be pulled by (decode).
         abandoned: nobody wants what is being pulled any more.
     """
 
@@ -34,6 +36,7 @@ class Live:
     pages: tuple[int, ...] = ()
     admitted: bool = False
     cached: int | None = None
+    offering: Offering | None = None
     handles: Seq[KVHandle] = ()
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -80,7 +83,7 @@ class PullEnded:
 
 @dataclass(frozen=True)
 class StepEnded:
-    """A step of a pipeline has ended; steps end in the order of their launch."""
+    """A step has ended; steps end in the order of their launch."""
 
 
 @dataclass(frozen=True)

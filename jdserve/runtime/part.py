@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jdserve.compat import Device
-from jdserve.core.plan import Instance, Plan
+from jdserve.core.plan import Instance, Plan, PrefillInstance
 from jdserve.core.spec import ModelSpec
 from jdserve.runtime.activations import Activations
 from jdserve.runtime.buckets import Buckets, StepShape
@@ -31,7 +31,7 @@ from jdserve.runtime.stage import Load, Stage
 from jdserve.runtime.state import Admission
 from jdserve.runtime.steps import StepInputs, StepOutputs
 from jdserve.sharding.rules import ShardingRules, instance_mesh
-from jdserve.transfer.base import KVCopy, Landed
+from jdserve.transfer.base import KVCopy, Landed, Shards, Take
 from jdserve.transfer.layout import KVLayout
 from jdserve.transfer.pieces import assemble, flat_devices, flat_shapes, pieces_here
 from jdserve.transfer.reshard import plan_pieces
@@ -85,6 +85,10 @@ class Stages(Protocol):
         """Nobody wants the copy."""
         ...
 
+    def read(self, pages: np.ndarray, take: Take, failed: Callable[[], None]) -> None:
+        """Have every stage read pages of its pool; see :meth:`~jdserve.transfer.base.KVPages.read`."""
+        ...
+
     def insert(self, landed: Landed, source: KVLayout, pages: np.ndarray) -> Seq[Outcome[Array]]:
         """Write landed pages into the pool; what this gives is ready when ``landed`` has been read."""
         ...
@@ -102,6 +106,45 @@ class Stages(Protocol):
     def close(self) -> None:
         """End the threads."""
         ...
+
+
+class LeavingKV:
+    """KV of one prompt that leaves the pool; see :class:`~jdserve.transfer.base.KVPages`.
+
+    Args:
+        stages: of the instance.
+        layout: of the instance.
+        padded: page ids, a bucket full.
+    """
+
+    def __init__(self, stages: Stages, layout: KVLayout, padded: np.ndarray) -> None:
+        self.layout = layout
+        self.pages = len(padded)
+        self._stages = stages
+        self._padded = padded
+        self._gathered: Gathered | None = None
+        self._copied = False
+
+    def gather(self) -> None:
+        """Launch what :meth:`copy` gives: later it would wait for the steps launched meanwhile."""
+        if self._gathered is None:
+            self._gathered = self._stages.gather(self._padded)
+
+    def copy(self) -> KVCopy:
+        """A copy on the devices, always the same one."""
+        self.gather()
+        assert self._gathered is not None
+        self._copied = True
+        return self._gathered.copy(self.layout, self.pages)
+
+    def read(self, take: Take, failed: Callable[[], None]) -> None:
+        """Have every stage read the pages."""
+        self._stages.read(self._padded, take, failed)
+
+    def drop(self) -> None:
+        """Forget a copy that nobody asked for."""
+        if self._gathered is not None and not self._copied:
+            self._stages.drop(self._gathered)
 
 
 class Part:
@@ -154,7 +197,8 @@ class Part:
         self.programs = len(buckets.steps) * len(self.stages)
         self.bubbles = Bubbles(len(self.stages))
         self.drivers: dict[int, Driver] = dict.fromkeys(self.stages, Inline())
-        if instance.pp > 1:
+        # Copying KV out of the pool must not keep the launcher thread from sending the first token.
+        if instance.pp > 1 or isinstance(instance, PrefillInstance):
             self.drivers = {index: StageThread(f"{instance.name}-stage{index}", self.bubbles) for index in self.stages}
         self._last = len(self.meshes) - 1
         self._launches = itertools.count()
@@ -215,6 +259,25 @@ class Part:
 
     def drop(self, gathered: Gathered) -> None:
         """Nothing holds it."""
+
+    def read(self, pages: np.ndarray, take: Take, failed: Callable[[], None]) -> None:
+        """Have every stage read pages of its pool, behind what was launched before."""
+        wanted = pages.tolist()
+
+        def read(index: int, stage: Stage) -> None:
+            def of_stage(shards: Shards) -> None:
+                take(index, shards, wanted)
+
+            stage.read(of_stage)
+
+        def check(done: Future[None]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                failed()
+
+        for index, stage, driver in self._each():
+            reading = driver.submit(read, index, stage)
+            assert isinstance(reading, Future), "a stage that gives KV has a thread"
+            reading.add_done_callback(check)
 
     def insert(self, landed: Landed, source: KVLayout, pages: np.ndarray) -> Seq[Outcome[Array]]:
         """Write landed pages into the pools here."""

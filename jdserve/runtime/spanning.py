@@ -32,7 +32,7 @@ from jdserve.runtime.results import Outcome
 from jdserve.runtime.state import Admission
 from jdserve.runtime.steps import StepInputs, StepOutputs
 from jdserve.runtime.team import Team
-from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.base import KVPages, Landed, Take, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
 from jdserve.transfer.pieces import flat_shapes
 from jdserve.transfer.pull import PullTransport, make_parts
@@ -83,6 +83,10 @@ class SpanningStages:
         """Have the others forget their parts of the copy."""
         self._team.tell(lockstep.Drop(gathered.id))
 
+    def read(self, pages: np.ndarray, take: Take, failed: Callable[[], None]) -> None:
+        """Not across processes: what takes pages this way moves them inside one host."""
+        raise AssertionError("pages of an instance that spans processes are copied, not read")
+
     def insert(self, landed: Landed, source: KVLayout, pages: np.ndarray) -> Seq[Outcome[Array]]:
         """Write landed pages into all pools."""
         self._team.tell(lockstep.Insert(landed.id, source, lockstep.pack(pages)))
@@ -124,19 +128,21 @@ class TeamTransport:
     """
 
     kind: TransportKind = "pull"
+    reads = False
 
     def __init__(self, pull: PullTransport, team: Team, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._pull = pull
         self._team = team
         self._clock = clock
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
         """Have every process offer its pieces; a pull that comes before its offer waits for it.
 
         Raises:
             TransferError: the layouts do not fit.
             RuntimeError: a process of the instance is lost.
         """
+        copy = pages.copy()
         shapes = flat_shapes(plan_pieces(copy.layout, destination), destination, copy.pages)
         addresses = [self._pull.address, *self._team.kv[1:]]
         handle = KVHandle(

@@ -20,12 +20,13 @@ from jdserve.core.plan import Instance, Plan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.skeleton import Skeleton
 from jdserve.ops.attention import KVPool, attention_ops
-from jdserve.ops.pages import write_pages
+from jdserve.ops.pages import host_memory, read_pages, write_pages
 from jdserve.runtime.buckets import Buckets, StepShape
 from jdserve.runtime.budget import check_pool, free_bytes
 from jdserve.runtime.state import Admission, admit, empty_state
 from jdserve.runtime.steps import StepInputs, StepOutputs, step_program
 from jdserve.sharding.rules import ShardingRules
+from jdserve.transfer.base import Shards
 from jdserve.transfer.layout import KVLayout
 
 Load = Callable[[range, int, Callable[..., Any]], tuple[Skeleton, tuple[Array, ...]]]
@@ -93,7 +94,7 @@ class Stage:
             admit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole), out_shardings=(whole, whole)
         )
         self._gather = jax.jit(
-            lambda pool, pages: KVPool(pool.keys[:, pages], pool.values[:, pages]),
+            lambda pool, pages: read_pages(pool, pages, platform),
             in_shardings=(pool, whole),
             out_shardings=pool,
         )
@@ -166,6 +167,13 @@ class Stage:
         """Copy pages out of the pool."""
         copy = self._gather(self._pool, pages)
         return copy.keys, copy.values
+
+    def read(self, take: Callable[[Shards], None]) -> None:
+        """Wait for the pool, and have ``take`` read the memory that it lies in on each device."""
+        jax.block_until_ready(self._pool)
+        order = list(self._mesh.devices.flat)
+        keys, values = ({shard.device: shard.data for shard in array.addressable_shards} for array in self._pool)
+        take([(host_memory(keys[device]), host_memory(values[device])) for device in order])
 
     def insert(self, keys: Array, values: Array, pages: np.ndarray) -> Array:
         """Write pages into the pool in place; what it gives is ready when ``keys`` and ``values`` have been read."""

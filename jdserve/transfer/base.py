@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -40,6 +41,37 @@ class KVCopy:
     id: int = 0
 
 
+Shards = Seq[tuple[np.ndarray, np.ndarray]]
+"""Keys and values of a stage's pool on each of its devices, in mesh order, as they lie in the memory of the host."""
+
+Take = Callable[[int, Shards, Seq[int]], None]
+"""``take(stage, shards, pages)``: reads ``pages`` of what the shards hold, padding among them."""
+
+
+class KVPages(Protocol):
+    """Pages of a pool that hold the KV of one prompt, and the two ways to copy them out.
+
+    Attributes:
+        layout: of the instance.
+        pages: how many, padding counted.
+    """
+
+    layout: KVLayout
+    pages: int
+
+    def copy(self) -> KVCopy:
+        """A copy on the devices, always the same one: computed behind what was launched before."""
+        ...
+
+    def read(self, take: Take, failed: Callable[[], None]) -> None:
+        """Have every stage of this process call ``take``, on its own thread, once its pool is computed.
+
+        Nothing launched later writes the pool while ``take`` reads it. Where a stage cannot come to that, or ``take``
+        raises, ``failed`` is called.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Landed:
     """Pieces of one KV cache that have arrived on the devices of the destination.
@@ -67,16 +99,18 @@ class Transport(Protocol):
 
     Attributes:
         kind: what the handles of this transport say.
+        reads: it copies pages out of the pools by itself, so that an offer may be made while they are still computed.
     """
 
     kind: TransportKind
+    reads: bool
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
         """Make an extracted copy available to one pull; called on the launcher thread of the source.
 
         Waits for nothing on the device, except where checksums are computed. From now on the copy belongs to the
-        transport, which may delete its arrays when the last offer of it has ended. Several offers of one copy are
-        fine; offers of one copy by two transports are not.
+        transport, which may delete its arrays when the last offer of it has ended. Several offers of the same pages are
+        fine; offers of the same pages by two transports are not.
 
         Raises:
             TransferError: the layouts do not fit.

@@ -32,7 +32,7 @@ from jax import Array
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.compat import Device
-from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.base import KVPages, Landed, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
 from jdserve.transfer.offers import Offers, Wait, are_ready, check_handle, check_host, gone, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes
@@ -109,6 +109,7 @@ class DevicePutTransport:
     """
 
     kind: TransportKind = "device_put"
+    reads = False
 
     def __init__(self, host: str, clock: Callable[[], int] = time.monotonic_ns, *, checksums: bool = False) -> None:
         check_host(host)
@@ -122,13 +123,14 @@ class DevicePutTransport:
         self._putter = threading.Thread(target=self._serve, name="kv-putter", daemon=True)
         self._putter.start()
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
         """Cut the pieces that ``destination`` wants out of the copy and keep them until released or expired.
 
         Raises:
             TransferError: the layouts do not fit.
         """
         self.expire()
+        copy = pages.copy()
         pieces = cut(copy, plan_pieces(copy.layout, destination))
         handle = make_handle(
             self.kind,

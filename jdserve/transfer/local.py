@@ -10,7 +10,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.base import KVPages, Landed, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
 from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices
@@ -26,18 +26,20 @@ class LocalTransport:
     """
 
     kind: TransportKind = "local"
+    reads = False
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, *, checksums: bool = False) -> None:
         self._checksums = checksums
         self._offers: Offers[list[Array]] = Offers(clock, lambda _: None)
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
         """Cut the pieces that ``destination`` wants out of the copy and keep them until released or expired.
 
         Raises:
             TransferError: the layouts do not fit.
         """
         self.expire()
+        copy = pages.copy()
         pieces = cut(copy, plan_pieces(copy.layout, destination))
         deadline = self._offers.deadline(lease_s)
         handle = make_handle(

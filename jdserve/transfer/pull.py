@@ -30,7 +30,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.compat import Device
 from jdserve.core.errors import TransferError
-from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.base import KVCopy, KVPages, Landed, never
 from jdserve.transfer.layout import KVHandle, KVLayout, KVPart, TransportKind
 from jdserve.transfer.offers import Offers, Wait, check_handle, check_host, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes, pieces_here
@@ -61,6 +61,7 @@ class PullTransport:
     """
 
     kind: TransportKind = "pull"
+    reads = False
 
     def __init__(
         self,
@@ -86,13 +87,14 @@ class PullTransport:
         self._holders: Counter[int] = Counter()
         self._offers: Offers[list[Array]] = Offers(clock, self._end)
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
         """Cut the pieces that ``destination`` wants out of the copy and have the server wait for their pull.
 
         Raises:
             TransferError: the layouts do not fit.
         """
         self.expire()
+        copy = pages.copy()
         pieces = cut(copy, plan_pieces(copy.layout, destination))
         handle = make_handle(
             self.kind,

@@ -1,9 +1,10 @@
-"""The transport between processes of one host on the CPU back end: one copy, into shared memory.
+"""The transport between processes of one host on the CPU back end: one copy, from the pool into shared memory.
 
-The life of an offer: the launcher thread cuts the pieces and takes a segment; the copier thread waits for the pieces
-and copies them there; a consumer maps the segment, and its arrays *are* that memory, since jax borrows aligned host
-buffers on CPU. The consumer holds the segment until :attr:`~jdserve.transfer.base.Landed.done`; until then it is not
-reused, whatever the producer does. See ``segments.py``.
+The life of an offer: the launcher thread takes a segment and asks the stages of the instance for its pieces; each of
+them, on its own thread, copies them there as soon as its pool is computed, while later stages still compute theirs; a
+consumer maps the segment, and its arrays *are* that memory, since jax borrows aligned host buffers on CPU. The consumer
+holds the segment until :attr:`~jdserve.transfer.base.Landed.done`; until then it is not reused, whatever the producer
+does. See ``segments.py``.
 
 Both processes need one user and one process namespace.
 """
@@ -12,24 +13,25 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
+import secrets
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jdserve.transfer.base import KVCopy, Landed, never
+from jdserve.transfer.base import KVPages, Landed, Shards, never
 from jdserve.transfer.layout import KV_DTYPE_BYTES, KVHandle, KVLayout, TransportKind
-from jdserve.transfer.offers import Offers, Wait, are_ready, check_handle, gone, land, make_handle, raw
-from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes
-from jdserve.transfer.reshard import plan_pieces
+from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land
+from jdserve.transfer.pieces import flat_devices, flat_shapes
+from jdserve.transfer.reshard import Piece, plan_pieces
 from jdserve.transfer.segments import Mappings, Reading, Segment, SegmentPool, State, place
 
 logger = logging.getLogger(__name__)
@@ -37,53 +39,77 @@ logger = logging.getLogger(__name__)
 KEEP_BYTES = 1 << 30
 """Free shared memory that a producer keeps for its next offers."""
 
-COPIER_POLL_S = 5e-4
-"""How often the copier looks whether pieces are computed."""
-
 
 class _Parked:
-    """Pieces on their way into a segment. Offer and copier both hold it; whoever ends last frees the segment."""
+    """Pieces on their way into a segment. The offer and each stage hold it; whoever ends last frees the segment.
 
-    def __init__(self, id: int, segment: Segment, arrays: Seq[Array], free: Callable[[Segment], None]) -> None:
-        self.arrays = arrays
-        self.over = False
+    Args:
+        id: of the offer.
+        segment: to fill.
+        pieces: all of them, with the views of keys and values in the segment that they go to.
+        sums: view of the checksums in the segment, one per piece; None where there are none.
+        free: takes the segment.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        segment: Segment,
+        pieces: Seq[tuple[Piece, np.ndarray, np.ndarray]],
+        sums: np.ndarray | None,
+        free: Callable[[Segment], None],
+    ) -> None:
         self._id = id
         self._segment = segment
+        self._pieces = pieces
+        self._sums = sums
         self._free = free
         self._lock = threading.Lock()
-        self._copied = False
+        self._stages = len({piece.source[0] for piece, _, _ in pieces})
+        self._state = State.READY
+        self._over = False
         segment.mark(id, State.WRITING)
 
-    def ready(self) -> bool:
-        """Whether the copier can go on without waiting."""
-        return self.over or are_ready(self.arrays)
+    def take(self, stage: int, shards: Shards, pages: Seq[int]) -> None:
+        """Copy the pieces of one stage; see :data:`~jdserve.transfer.base.Take`."""
+        for index, (piece, *views) in enumerate(self._pieces):
+            if piece.source[0] != stage:
+                continue
+            layers, heads = piece.source_layers, piece.source_heads
+            sum = 0
+            for array, view in zip(shards[piece.source[1]], views, strict=True):
+                part = array[layers.start : layers.stop, :, heads.start : heads.stop]
+                for at, page in enumerate(pages):
+                    if self._over:
+                        break  # nobody wants it any more
+                    view[:, at] = part[:, page]
+                if self._sums is not None:
+                    sum = zlib.crc32(np.ascontiguousarray(part[:, list(pages)]).view(np.uint8).data, sum)
+            if self._sums is not None:
+                self._sums[index] = sum
+        self._stage_ended(State.READY)
 
-    def copy(self) -> None:
-        """Fill the segment; on the copier thread, once."""
-        state = State.FAILED
-        try:
-            memory = self._segment.memory()
-            for array, offset in zip(self.arrays, place([array.nbytes for array in self.arrays])[0], strict=True):
-                if self.over:
-                    break
-                np.copyto(memory[offset : offset + array.nbytes], raw(array))
-            else:
-                state = State.READY
-        except Exception:
-            logger.exception("KV could not be copied into shared memory")
-        self.arrays = ()
-        with self._lock:
-            self._segment.mark(self._id, state)
-            self._copied = True
-            free = self.over
-        if free:
-            self._free(self._segment)
+    def failed(self) -> None:
+        """A stage cannot give its pieces."""
+        self._stage_ended(State.FAILED)
 
     def end(self) -> None:
         """The offer is over."""
         with self._lock:
-            self.over = True
-            free = self._copied
+            self._over = True
+            free = not self._stages
+        if free:
+            self._free(self._segment)
+
+    def _stage_ended(self, state: State) -> None:
+        with self._lock:
+            self._state = max(self._state, state)
+            self._stages -= 1
+            if self._stages:
+                return
+            self._pieces, self._sums = (), None
+            self._segment.mark(self._id, State.FAILED if self._over else self._state)
+            free = self._over
         if free:
             self._free(self._segment)
 
@@ -93,11 +119,12 @@ class ShmTransport:
 
     Args:
         clock: nanoseconds, the same one that the instances of this process use.
-        checksums: have offers carry them.
+        checksums: have pieces carry them in the segment; both ends need the same.
         keep_bytes: most bytes of free segments that are kept for reuse.
     """
 
     kind: TransportKind = "shm"
+    reads = True
 
     def __init__(
         self,
@@ -112,36 +139,48 @@ class ShmTransport:
         self.segments = SegmentPool(keep_bytes)
         self.mappings = Mappings()
         self._offers: Offers[_Parked] = Offers(clock, _Parked.end)
-        self._to_copy: queue.SimpleQueue[_Parked | None] = queue.SimpleQueue()
-        self._copier = threading.Thread(target=self._copy, name="kv-copier", daemon=True)
-        self._copier.start()
 
-    def offer(self, request_id: str, source: str, copy: KVCopy, destination: KVLayout, lease_s: float) -> KVHandle:
-        """Cut the pieces that ``destination`` wants and have them copied into a segment.
+    def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
+        """Have the pieces that ``destination`` wants copied into a segment.
 
         Raises:
             TransferError: the layouts do not fit.
             OSError: the system gives no more memory files.
         """
         self.expire()
-        pieces = cut(copy, plan_pieces(copy.layout, destination))
-        arrays = flat(pieces)
-        segment = self.segments.take(place([array.nbytes for array in arrays])[1])
-        handle = make_handle(
-            self.kind,
-            request_id,
-            source,
-            copy,
-            destination,
-            pieces,
-            self._offers.deadline(lease_s),
+        pieces = plan_pieces(pages.layout, destination)
+        shapes, offsets, end = self._arrange(pieces, destination, pages.pages)
+        segment = self.segments.take(end)
+        memory = segment.memory()
+        views = _views(memory, shapes, offsets, destination)
+        handle = KVHandle(
+            id=secrets.randbits(64),
+            request_id=request_id,
+            source=source,
+            layout=pages.layout,
+            destination=destination,
+            pages=pages.pages,
+            bytes=sum(view.nbytes for view in views),
+            deadline=self._offers.deadline(lease_s),
+            transport=self.kind,
             address=segment.address,
-            with_checksums=self._checksums,
         )
-        parked = _Parked(handle.id, segment, arrays, self.segments.give)
+        sums = self._sums(memory, offsets, len(pieces))
+        into = list(zip(pieces, views[::2], views[1::2], strict=True))
+        parked = _Parked(handle.id, segment, into, sums, self.segments.give)
         self._offers.add(handle, parked)
-        self._to_copy.put(parked)
+        pages.read(parked.take, parked.failed)
         return handle
+
+    def _arrange(self, pieces: Seq[Piece], layout: KVLayout, pages: int) -> tuple[Seq[tuple[int, ...]], Seq[int], int]:
+        """Shapes of the arrays of the pieces, their offsets in a segment, checksums at the end, and its bytes."""
+        shapes = flat_shapes(pieces, layout, pages)
+        sizes = [math.prod(shape) * KV_DTYPE_BYTES[layout.dtype] for shape in shapes]
+        offsets, end = place([*sizes, 4 * len(pieces)] if self._checksums else sizes)
+        return shapes, offsets, end
+
+    def _sums(self, memory: np.ndarray, offsets: Seq[int], pieces: int) -> np.ndarray | None:
+        return memory[offsets[-1] : offsets[-1] + 4 * pieces].view(np.uint32) if self._checksums else None
 
     def pull(
         self,
@@ -172,20 +211,18 @@ class ShmTransport:
 
     def _read(self, handle: KVHandle, layout: KVLayout, meshes: Seq[Mesh], wait: Wait, reading: Reading) -> Landed:
         pieces = plan_pieces(handle.layout, layout)
-        shapes = flat_shapes(pieces, layout, handle.pages)
-        sizes = [math.prod(shape) * KV_DTYPE_BYTES[layout.dtype] for shape in shapes]
-        offsets, end = place(sizes)
+        shapes, offsets, end = self._arrange(pieces, layout, handle.pages)
         if reading.header()[0] != handle.id or reading.size < end:
             raise gone(handle)
         memory = self.mappings.memory(reading)
         wait.until(lambda: reading.header()[1] != State.WRITING or not reading.alive())
         if reading.header()[1] != State.READY:
             raise gone(handle)
-        views = [
-            memory[offset : offset + size].view(jnp.dtype(layout.dtype)).reshape(shape)
-            for offset, size, shape in zip(offsets, sizes, shapes, strict=True)
-        ]
+        views = _views(memory, shapes, offsets, layout)
         moved = jax.device_put(views, [SingleDeviceSharding(device) for device in flat_devices(pieces, meshes)])
+        sums = self._sums(memory, offsets, len(pieces))
+        if sums is not None:
+            handle = msgspec.structs.replace(handle, checksums=tuple(sums.tolist()))
         return land(handle, moved, wait, reading.close)
 
     def release(self, handle: KVHandle) -> None:
@@ -202,8 +239,6 @@ class ShmTransport:
     def close(self) -> None:
         """Free everything; what has landed elsewhere stays readable there."""
         self._offers.clear()
-        self._to_copy.put(None)
-        self._copier.join()
         self.segments.close()
         self.mappings.clear()
 
@@ -212,19 +247,11 @@ class ShmTransport:
         """Copies that wait for their pull or their release."""
         return len(self._offers)
 
-    def _copy(self) -> None:
-        waiting: list[_Parked] = []
-        stop = False
-        while waiting or not stop:
-            try:
-                parked = self._to_copy.get(timeout=COPIER_POLL_S if waiting else None)
-                if parked is None:
-                    stop = True  # what still waits is over, so this does not take long
-                else:
-                    waiting.append(parked)
-            except queue.Empty:
-                pass
-            ready = [parked for parked in waiting if parked.ready()]
-            waiting = [parked for parked in waiting if parked not in ready]
-            for parked in ready:
-                parked.copy()
+
+def _views(memory: np.ndarray, shapes: Seq[tuple[int, ...]], offsets: Seq[int], layout: KVLayout) -> list[np.ndarray]:
+    """The arrays of the pieces, in a segment."""
+    dtype = jnp.dtype(layout.dtype)
+    return [
+        memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        for shape, offset in zip(shapes, offsets, strict=False)
+    ]

@@ -1,4 +1,4 @@
-"""Both ways of writing pages give the same bits, sharded or not, and in place."""
+"""Both ways of reading and of writing pages give the same bits, sharded or not, and in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdserve.ops.attention import KVPool
-from jdserve.ops.pages import write_pages
+from jdserve.ops.pages import host_memory, read_pages, write_pages
 from jdserve.sharding.rules import ShardingRules, instance_mesh
 
 SHAPE = (3, 9, 4, 16, 8)
@@ -54,3 +54,25 @@ def test_padding_all_goes_to_one_page() -> None:
     for platform in ("cpu", "gpu"):
         written = write_pages(pool, new, jnp.array([3, 0, 0, 0], jnp.int32), platform)
         assert np.array_equal(np.asarray(written.keys)[0, :, 0, 0, 0], [7, 1, 1, 7, 1, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_pages_are_read_whole_and_in_order(dtype: str) -> None:
+    pool = random_pool(dtype, SHAPE[1], 0)
+    pages = np.array([5, 0, 8, 5], np.int32)
+    wanted = [np.asarray(array)[:, pages].tobytes() for array in pool]
+    for platform in ("cpu", "gpu"):
+        assert bits(jax.jit(lambda p, at: read_pages(p, at, platform))(pool, pages)) == wanted  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_the_host_is_the_array_itself_and_holds_no_reference(dtype: str) -> None:
+    pool = jax.block_until_ready(random_pool(dtype, SHAPE[1], 0))
+    wanted = bits(pool)
+    views = [host_memory(array) for array in pool]
+    assert [view.tobytes() for view in views] == wanted
+    assert [(view.shape, view.dtype, view.flags.writeable) for view in views] == [(SHAPE, jnp.dtype(dtype), False)] * 2
+    pointers = [array.unsafe_buffer_pointer() for array in pool]
+    new, at = random_pool(dtype, 1, 1), jnp.array([3], jnp.int32)
+    written = jax.jit(lambda p, n, at: write_pages(p, n, at, "cpu"), donate_argnums=0)(pool, new, at)
+    assert [array.unsafe_buffer_pointer() for array in written] == pointers

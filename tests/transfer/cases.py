@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdserve.ops.attention import KVPool
+from jdserve.ops.pages import host_memory
 from jdserve.sharding.rules import ShardingRules, instance_mesh
 from jdserve.transfer.base import KVCopy
 from jdserve.transfer.layout import KVLayout
@@ -80,7 +81,30 @@ def gather(of, pools, on, pages=PAGES):
             out_shardings=sharding,
         )
         stages.append(tuple(copy(pool, np.array(pages, np.int32))))
-    return KVCopy(of, stages, len(pages))
+    return Held(KVCopy(of, stages, len(pages)))
+
+
+class Held:
+    """Pages that were copied already; as an executor's they can be read, on a thread per stage."""
+
+    def __init__(self, copy):
+        self.layout, self.pages, self.stages, self._copy = copy.layout, copy.pages, copy.stages, copy
+
+    def copy(self):
+        return self._copy
+
+    def read(self, take, failed):
+        for stage, arrays in enumerate(self._copy.stages):
+            threading.Thread(target=self._read, args=(stage, arrays, take, failed), daemon=True).start()
+
+    def _read(self, stage, arrays, take, failed):
+        try:
+            jax.block_until_ready(arrays)
+            order = arrays[0].sharding.mesh.devices.flat
+            shards = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
+            take(stage, [tuple(host_memory(one[device]) for one in shards) for device in order], range(self.pages))
+        except Exception:
+            failed()
 
 
 def small_copy(of, seed=0):
@@ -92,7 +116,7 @@ def small_copy(of, seed=0):
         )
         for stage, mesh in enumerate(meshes(of, 0))
     ]
-    return KVCopy(of, stages, len(PAGES))
+    return Held(KVCopy(of, stages, len(PAGES)))
 
 
 def landed_bits(landed, source, destination, on):

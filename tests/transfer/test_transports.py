@@ -59,7 +59,7 @@ class Ends:
         self.kind = kind
         self.now = 1_000
         self.producer = MAKERS[kind](clock=lambda: self.now, **options)
-        self.consumer = self.producer if kind == "local" else MAKERS[kind]()
+        self.consumer = self.producer if kind == "local" else MAKERS[kind](**options)
 
     def offer(self, copy, destination, lease_s=WAIT_S, name="r"):
         return self.producer.offer(name, "p0", copy, destination, lease_s)
@@ -380,15 +380,16 @@ def flip(ends, handle, copy):
 def test_checksums_find_a_flipped_bit(make, kind):
     ends = make(kind, checksums=True)
     good = ends.offer(small_copy(layout(tp=2)), layout())
-    assert len(good.checksums) == 2
+    assert len(good.checksums) == (0 if kind == "shm" else 2), "those of shm lie in the segment"
     ends.lands(good)
     copy = small_copy(layout(tp=2), seed=1)
     bad = ends.offer(copy, layout())
     flip(ends, bad, copy)
     with pytest.raises(TransferError, match="piece 1 of 2 from p0 changed on its way"):
         ends.pull(bad)
+    ends = make(kind)
     unchecked = small_copy(layout(tp=2), seed=1)
-    handle = msgspec.structs.replace(ends.offer(unchecked, layout()), checksums=())
+    handle = ends.offer(unchecked, layout())
     flip(ends, handle, unchecked)
     landed = ends.pull(handle)
     (keys, values), *_ = landed_bits(landed, layout(tp=2), layout(), meshes(layout(), 1))
