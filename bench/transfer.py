@@ -27,6 +27,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
@@ -46,7 +47,7 @@ from servers import ServerFailed
 
 from jdserve.core import jsonio
 from jdserve.runtime.processes import allocator
-from jdserve.transfer.layout import KVLayout
+from jdserve.transfer.layout import KVHandle, KVLayout
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 
@@ -77,7 +78,7 @@ class Work:
     handoffs: Mapping[str, int]
 
 
-FULL = Work({1: 51, 16: 25, 128: 15}, {"shm": 60, "pull": 60})
+FULL = Work({1: 51, 16: 51, 128: 15}, {"shm": 60, "pull": 60})
 QUICK = Work({1: 15, 16: 9, 128: 5}, {"shm": 10})
 
 
@@ -94,12 +95,13 @@ def model(mib: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Finished:
-    """Pages that were copied out already; whoever reads them finds them in order."""
+    """Pages that were copied out already; whoever reads them, on a thread as a stage has one, finds them in order."""
 
-    def __init__(self, stage: Any) -> None:
+    def __init__(self, stage: Any, reader: Executor) -> None:
         self.layout = LAYOUT
         self.stage = stage
         self.pages: int = stage[0].shape[1]
+        self._reader = reader
 
     def copy(self) -> Any:
         """As a :class:`~jdserve.transfer.base.KVCopy`."""
@@ -108,7 +110,11 @@ class Finished:
         return KVCopy(LAYOUT, [self.stage], self.pages)
 
     def read(self, take: Callable[..., None], failed: Callable[[], None]) -> None:
-        """At once, on the thread that asks."""
+        """As a stage does."""
+        reading = self._reader.submit(self._read, take)
+        reading.add_done_callback(lambda done: failed() if done.exception() else None)
+
+    def _read(self, take: Callable[..., None]) -> None:
         from jdserve.ops.pages import host_memory
 
         take(0, [tuple(host_memory(array) for array in self.stage)], range(self.pages))
@@ -125,6 +131,7 @@ class Source:
 
         self.mesh = instance_mesh([device])
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
+        self._reader = ThreadPoolExecutor(1)
         self._pools: dict[int, Any] = {}
         self._gather = jax.jit(lambda pool: jax.tree.map(lambda array: array + 0, pool))
 
@@ -135,7 +142,7 @@ class Source:
         if mib not in self._pools:
             self._pools[mib] = jax.device_put(model(mib), self.sharding)
         stage = jax.block_until_ready(self._gather(self._pools[mib]))
-        return Finished(stage)
+        return Finished(stage, self._reader)
 
 
 def in_process(pipe: Connection) -> None:
@@ -208,7 +215,7 @@ def producer(consumer: Connection, stream: socket.socket, world: tuple[str, str,
         if kind in ends:
             copy = source.copy(mib)
             started = time.monotonic()
-            return started, ends[kind].offer("r", "p0", copy, LAYOUT, WAIT_S)
+            return started, msgspec.msgpack.encode(ends[kind].offer("r", "p0", copy, LAYOUT, WAIT_S))
         started = time.monotonic()
         if kind == "memcpy":
             np.copyto(other, filled)
@@ -254,7 +261,8 @@ def consumer(
         source.send((kind, mib))
         if kind == "memcpy":
             return source.recv()
-        started, handle = source.recv()
+        started, encoded = source.recv()
+        handle = msgspec.msgpack.decode(encoded, type=KVHandle)  # as the control channel does
         landed = ends[kind].pull(handle, LAYOUT, meshes, WAIT_S)
         seconds = time.monotonic() - started
         if check:

@@ -21,7 +21,7 @@ from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
 
 FIRST_POLL_S = 50e-6
 LAST_POLL_S = 1e-3
-"""A wait looks again after a tenth of what it has waited so far, within these bounds."""
+"""A wait looks again after a thirtieth of what it has waited so far, within these bounds."""
 
 Kept = TypeVar("Kept")
 
@@ -162,7 +162,7 @@ class Wait:
         while not ready():
             self.check()
             waited = time.monotonic() - started
-            time.sleep(min(max(waited / 10, FIRST_POLL_S), LAST_POLL_S))
+            time.sleep(min(max(waited / 30, FIRST_POLL_S), LAST_POLL_S))
 
 
 def are_ready(arrays: Seq[Any]) -> bool:

@@ -6,6 +6,7 @@ source boxes. Where the source repeats heads, the copies are taken in turn, so t
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -57,8 +58,9 @@ def shards(layout: KVLayout) -> tuple[Shard, ...]:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_pieces(source: KVLayout, destination: KVLayout) -> tuple[Piece, ...]:
-    """Pieces that cover every destination shard exactly once.
+    """Pieces that cover every destination shard exactly once; both ends of every hand-off ask for the same few.
 
     Raises:
         TransferError: the layouts describe different models, page sizes or dtypes.

@@ -11,6 +11,7 @@ Both processes need one user and one process namespace.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import jax
@@ -72,6 +73,7 @@ class _Parked:
 
     def take(self, stage: int, shards: Shards, pages: Seq[int]) -> None:
         """Copy the pieces of one stage; see :data:`~jdserve.transfer.base.Take`."""
+        runs = list(_runs(pages))
         for index, (piece, *views) in enumerate(self._pieces):
             if piece.source[0] != stage:
                 continue
@@ -79,10 +81,10 @@ class _Parked:
             sum = 0
             for array, view in zip(shards[piece.source[1]], views, strict=True):
                 part = array[layers.start : layers.stop, :, heads.start : heads.stop]
-                for at, page in enumerate(pages):
+                for at, page, count in runs:
                     if self._over:
                         break  # nobody wants it any more
-                    view[:, at] = part[:, page]
+                    view[:, at : at + count] = part[:, page : page + count]
                 if self._sums is not None:
                     sum = zlib.crc32(np.ascontiguousarray(part[:, list(pages)]).view(np.uint8).data, sum)
             if self._sums is not None:
@@ -215,11 +217,14 @@ class ShmTransport:
         if reading.header()[0] != handle.id or reading.size < end:
             raise gone(handle)
         memory = self.mappings.memory(reading)
+        views = _views(memory, shapes, offsets, layout)
+        places = [SingleDeviceSharding(device) for device in flat_devices(pieces, meshes)]
+        moved = jax.device_put(views, places)  # costs as much as a MiB: better while the pieces are on their way
         wait.until(lambda: reading.header()[1] != State.WRITING or not reading.alive())
         if reading.header()[1] != State.READY:
             raise gone(handle)
-        views = _views(memory, shapes, offsets, layout)
-        moved = jax.device_put(views, [SingleDeviceSharding(device) for device in flat_devices(pieces, meshes)])
+        if any(array.unsafe_buffer_pointer() != view.ctypes.data for array, view in zip(moved, views, strict=True)):
+            moved = jax.device_put(views, places)  # it was a copy, of what was there before
         sums = self._sums(memory, offsets, len(pieces))
         if sums is not None:
             handle = msgspec.structs.replace(handle, checksums=tuple(sums.tolist()))
@@ -246,6 +251,13 @@ class ShmTransport:
     def offers(self) -> int:
         """Copies that wait for their pull or their release."""
         return len(self._offers)
+
+
+def _runs(pages: Seq[int]) -> Iterator[tuple[int, int, int]]:
+    """Where neighbouring pages begin, the first of them, and how many there are: one long copy beats many short."""
+    for _, run in itertools.groupby(enumerate(pages), lambda item: item[1] - item[0]):
+        (at, page), *more = run
+        yield at, page, 1 + len(more)
 
 
 def _views(memory: np.ndarray, shapes: Seq[tuple[int, ...]], offsets: Seq[int], layout: KVLayout) -> list[np.ndarray]:
