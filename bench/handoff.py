@@ -3,8 +3,9 @@
 1 prefill + 1 decode worker of the built-in model, each on its core; front door and client on the prefill core. A prompt
 of 512 tokens is sent again and again, so that prefill finds it in its cache and decode has to pull all of it. The time
 is read from the logs of both schedulers, which share a clock: from the StepDone that parks the KV until KVLanded at the
-decode instance. So gathering, both ways through the control channel, the pull and the insert are in it. *Idle*: nothing
-else goes on. *Loaded*: a few other streams decode.
+decode instance. So the copy out of the pool (what of it is not done by then), both ways through the control channel,
+the pull and the launch of the insert are in it; the insert itself runs behind the decode step in flight, if any, and
+before the next one. *Idle*: nothing else goes on. *Loaded*: a few other streams decode.
 """
 
 from __future__ import annotations

@@ -275,7 +275,11 @@ class Part:
                 failed()
 
         for index, stage, driver in self._each():
-            reading = driver.submit(read, index, stage)
+            try:
+                reading = driver.submit(read, index, stage)
+            except RuntimeError:
+                failed()  # the stage is lost
+                continue
             assert isinstance(reading, Future), "a stage that gives KV has a thread"
             reading.add_done_callback(check)
 

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from jdserve.core.errors import TransferError
+from jdserve.ops.pages import host_memory
 from jdserve.transfer.device_put import DevicePutTransport, join_world
 from jdserve.transfer.local import LocalTransport
 from jdserve.transfer.pull import PullTransport
-from jdserve.transfer.segments import HEADER, State, place
+from jdserve.transfer.segments import HEADER, Reading, State, place
 from jdserve.transfer.shm import ShmTransport
 from transfer.cases import (
     DEGREES,
@@ -397,6 +398,80 @@ def test_checksums_find_a_flipped_bit(make, kind):
     assert np.array_equal(keys, right[0])
     assert np.sum(values != right[1]) == 1, "the helper above flips what it should"
     landed.done()
+
+
+class ByHand:
+    """Pages whose stages are read when the test says so."""
+
+    def __init__(self, of):
+        self._held = small_copy(of)
+        self.layout, self.pages = of, self._held.pages
+
+    def read(self, take, failed):
+        self._take, self.failed = take, failed
+
+    def stage(self, index):
+        shards = [
+            tuple(host_memory(shard.data) for shard in pair)
+            for pair in zip(*(array.addressable_shards for array in self._held.stages[index]), strict=True)
+        ]
+        self._take(index, shards, range(self.pages))
+
+
+def in_segment(handle, array):
+    """Whether the bytes of ``array`` are somewhere in the segment of an offer already."""
+    reading = Reading(handle.address)
+    try:
+        return np.asarray(array).tobytes() in reading.map().tobytes()
+    finally:
+        reading.close()
+
+
+def state(handle):
+    reading = Reading(handle.address)
+    try:
+        assert reading.header()[0] == handle.id
+        return reading.header()[1]
+    finally:
+        reading.close()
+
+
+def test_early_stages_leave_while_later_ones_compute(make):
+    ends = make("shm")
+    pages = ByHand(layout(pp=2))
+    handle = ends.offer(pages, layout())
+    first, second = (stage[0] for stage in pages._held.stages)
+    assert not in_segment(handle, first)
+    pages.stage(0)
+    assert (in_segment(handle, first), in_segment(handle, second)) == (True, False)
+    assert state(handle) == State.WRITING
+    pages.stage(1)
+    assert state(handle) == State.READY
+    ends.lands(handle)
+
+
+def test_a_stage_that_is_lost_takes_its_offer_with_it(make):
+    ends = make("shm")
+    pages = ByHand(layout(pp=2))
+    handle = ends.offer(pages, layout())
+    pages.failed()
+    pages.stage(0)
+    with pytest.raises(TransferError, match="is gone"):
+        ends.pull(handle)
+    ends.producer.release(handle)
+    assert (ends.producer.offers, ends.producer.segments.limbo) == (0, 0)
+    assert ends.producer.segments.free_bytes > 0
+
+
+def test_a_segment_is_not_reused_while_a_stage_still_writes(make):
+    ends = make("shm")
+    pages = ByHand(layout(pp=2))
+    handle = ends.offer(pages, layout())
+    pages.stage(0)
+    ends.producer.release(handle)
+    assert ends.offer(small_copy(layout()), layout()).address != handle.address
+    pages.stage(1)
+    assert ends.offer(small_copy(layout()), layout()).address == handle.address
 
 
 def test_closed_with_offers_and_readers(ends, gate):
