@@ -11,7 +11,6 @@ from jax import Array, lax
 
 from jdserve.ops.attention import KVPool
 
-
 UNROLLED = 64
 """More pages in one program would take long to compile."""
 
