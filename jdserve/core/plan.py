@@ -167,6 +167,25 @@ class Addition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: Worker
 
 
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the planner expects of a plan; the server only passes it on.
+
+    Attributes:
+        workload: name of the workload it was planned for.
+        rate: requests per second that were simulated.
+        attainment: share of them that met both latencies.
+        low, high: bounds of its 95 % confidence interval.
+        goodput: highest rate at which the wanted share still meets them; None where it was not looked for.
+    """
+
+    workload: str
+    rate: Annotated[float, Meta(ge=0)]
+    attainment: Annotated[float, Meta(ge=0, le=1)]
+    low: Annotated[float, Meta(ge=0, le=1)]
+    high: Annotated[float, Meta(ge=0, le=1)]
+    goodput: Annotated[float, Meta(ge=0)] | None = None
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A placement, complete.
 
@@ -183,6 +202,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
         max_open_requests: requests that are open at a time; more are refused at the door.
+        predicted: what the planner expects, None for a plan that was written by hand.
         instances, workers: who serves, and where.
     """
 
@@ -196,6 +216,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer_checksums: bool = False
     platform: Platform = "auto"
     max_open_requests: Positive = 1024
+    predicted: Prediction | None = None
     instances: Annotated[tuple[Instance, ...], Meta(min_length=1)]
     workers: Annotated[tuple[Worker, ...], Meta(min_length=1)]
 
