@@ -1,0 +1,363 @@
+"""The event loop: a heap of completions, and the machines that they are told to.
+
+Events at the same femtosecond happen in this order: ends of steps (by the order of the instances in the plan), landed
+pulls, arrivals, leases. So the run does not depend on which of them were looked at one by one and which were skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from jdserve.core.plan import DecodeInstance, Instance, Plan, PrefillInstance
+from jdserve.core.steptime import StepFeatures
+from jdserve.cost.stepcost import StepCost
+from jdserve.policy.build import machine_for, router_for
+from jdserve.policy.commands import Command, Dispatch, Emit, Preempt, Pull, Reject, Release, RunStep
+from jdserve.policy.decode import DecodeScheduler
+from jdserve.policy.events import (
+    Arrived,
+    Cancelled,
+    Event,
+    Finished,
+    KVLanded,
+    KVReady,
+    LeaseExpired,
+    Preempted,
+    PullFailed,
+    StepDone,
+)
+from jdserve.sim.links import Links, Network
+from jdserve.sim.prefixes import Prefixes
+from jdserve.sim.result import NEVER, SimResult, Usage
+from jdserve.sim.verdict import Verdict, Watch
+from jdserve.sim.workload import FS, Workload
+
+FS_PER_NS = 1_000_000
+
+UNKNOWN = -1
+
+
+class Site:
+    """The devices of one instance, and its machine.
+
+    Attributes:
+        flights: (end, step id, features) of the steps in flight, oldest first.
+        free: when each stage is free for the next step.
+        hidden: steps, from the oldest in flight on, that end without a decision; only the end of the next one is on
+            the heap. UNKNOWN where the machine was not asked yet.
+        version: of the entry on the heap that counts.
+        launched: number of the turn of the loop in which the last step was launched.
+        parked: requests whose KV waits here, and when they were parked.
+    """
+
+    def __init__(self, index: int, instance: Instance, page_size: int, cost: StepCost) -> None:
+        self.index = index
+        self.instance = instance
+        self.name = instance.name
+        self.machine = machine_for(instance, page_size)
+        self.cost = cost
+        self.flights: deque[tuple[int, int, StepFeatures]] = deque()
+        self.free = [0] * instance.pp
+        self.busy = [0] * instance.pp
+        self.hidden = UNKNOWN
+        self.version = 0
+        self.launched = -1
+        self.steps = 0
+        self.tokens = 0
+        self.parked: dict[str, int] = {}
+        self.lease = round(instance.lease_s * FS) if isinstance(instance, PrefillInstance) else 0
+        self.timer = False
+
+
+class Loop:
+    """One run; see :func:`jdserve.sim.simulate.simulate` for the arguments."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        costs: Mapping[str, StepCost],
+        network: Network,
+        verdict: Verdict | None,
+        jump: bool,
+    ) -> None:
+        self._workload = workload
+        self._router = router_for(plan)
+        self._sites = {
+            instance.name: Site(index, instance, plan.page_size, costs[instance.name])
+            for index, instance in enumerate(plan.instances)
+        }
+        self._landing, self._arriving, self._leasing = (len(self._sites) + place for place in range(3))
+        self._links = Links(network)
+        self._prefixes = Prefixes(workload, plan.page_size)
+        self._watch = None if verdict is None else Watch(verdict, workload)
+        self._jump = jump
+        self._heap: list[tuple[int, int, int, Any]] = []
+        self._posted = 0
+        self._now = 0
+        self._rank = 0
+        self._turn = 0
+        self._events = 0
+        self._inbox: deque[tuple[Site | None, Event]] = deque()
+        count = len(workload)
+        self._open = count
+        self._first = [NEVER] * count
+        self._ends = [NEVER] * count
+        self._generated = [0] * count
+        self._rejected: dict[int, str] = {}
+
+    def run(self) -> SimResult:
+        """The whole run."""
+        arrivals = self._workload.arrivals
+        count, at = len(arrivals), 0
+        heap, watch = self._heap, self._watch
+        while self._open and not (watch and watch.certain):
+            self._turn += 1
+            if at < count and (not heap or heap[0][:2] > (arrivals[at], self._arriving)):
+                self._now, self._rank = arrivals[at], self._arriving
+                self._arrive(at)
+                at += 1
+            else:
+                self._now, self._rank, version, what = heapq.heappop(heap)
+                if self._rank == self._landing:
+                    self._landed(*what)
+                elif self._rank == self._leasing:
+                    self._expire(what)
+                elif version == what.version:
+                    self._step_done(what)
+                else:
+                    continue
+            if self._inbox:
+                self._drain()
+            if watch:
+                watch.passed(self._now)
+        return self._result()
+
+    def _result(self) -> SimResult:
+        for site in self._sites.values():
+            self._sync(site, self._now - (site.index >= self._rank))
+        return SimResult(
+            arrivals=self._workload.arrivals,
+            first=tuple(self._first),
+            ends=tuple(self._ends),
+            outputs=self._workload.outputs,
+            generated=tuple(self._generated),
+            rejected=self._rejected,
+            complete=not self._open,
+            duration=self._now,
+            instances=tuple(
+                Usage(
+                    site.name,
+                    site.steps,
+                    tuple(busy / FS for busy in site.busy),
+                    site.machine.preemptions,
+                    site.tokens,
+                )
+                for site in self._sites.values()
+            ),
+            links={name: busy / FS for name, busy in sorted(self._links.busy.items())},
+            events=self._events,
+        )
+
+    # what happens
+
+    def _arrive(self, index: int) -> None:
+        work = self._workload
+        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
+
+    def _step_done(self, site: Site) -> None:
+        if site.hidden:
+            self._advance(site, site.hidden)
+        _, step_id, _ = site.flights.popleft()
+        site.hidden = UNKNOWN
+        self._ask(site, StepDone(step_id))
+
+    def _landed(self, site: Site, source: Site, request_id: str) -> None:
+        event = KVLanded(request_id)
+        self._inbox.extend(((site, event), (source, event), (None, event)))
+
+    def _expire(self, site: Site) -> None:
+        site.timer = False
+        for request_id, since in list(site.parked.items()):
+            if since + site.lease > self._now:
+                break
+            self._inbox.append((site, LeaseExpired(request_id)))
+        self._watch_leases(site)
+
+    def _watch_leases(self, site: Site) -> None:
+        # one timer for the oldest is enough: leases of one instance are equally long
+        later = next((since for since in site.parked.values() if since + site.lease > self._now), None)
+        if later is not None and not site.timer:
+            site.timer = True
+            self._post(later + site.lease, self._leasing, site)
+
+    # whom to ask
+
+    def _drain(self) -> None:
+        while self._inbox:
+            site, event = self._inbox.popleft()
+            if site is None:
+                self._ask_router(event)
+            else:
+                self._ask(site, event)
+
+    def _ask_router(self, event: Event) -> None:
+        self._events += 1
+        for command in self._router.handle(event, self._now // FS_PER_NS):
+            match command:
+                case Dispatch(request_id, instance, source):
+                    self._dispatch(request_id, self._sites[instance], source)
+                case Release(request_id, instance):
+                    assert instance is not None
+                    self._inbox.append((self._sites[instance], Cancelled(request_id)))
+                case Reject(request_id, reason):
+                    self._reject(int(request_id), reason)
+                case _:
+                    raise AssertionError(command)
+
+    def _dispatch(self, request_id: str, site: Site, source: str | None) -> None:
+        index, work = int(request_id), self._workload
+        got = self._generated[index]
+        left, tokens = work.outputs[index] - got, work.inputs[index] + got
+        if source is None:
+            self._inbox.append((site, Arrived(request_id, tokens, left, self._prefixes.of(index))))
+        else:
+            self._inbox.append((site, KVReady(request_id, source, tokens - 1, left)))
+
+    def _ask(self, site: Site, event: Event) -> None:
+        self._events += 1
+        if site.hidden > 0:
+            self._sync(site, self._now - (site.index >= self._rank))
+        for command in site.machine.handle(event, self._now // FS_PER_NS):
+            self._obey(site, command)
+        self._schedule(site)
+
+    def _obey(self, site: Site, command: Command) -> None:
+        match command:
+            case Emit():
+                self._emit(site, command)
+            case RunStep():
+                self._launch(site, command)
+            case Release(request_id):
+                site.parked.pop(request_id, None)
+            case Pull(request_id, source, tokens):
+                self._pull(site, self._sites[source], request_id, tokens)
+            case Preempt(request_id):
+                if isinstance(site.instance, DecodeInstance):
+                    index = int(request_id)
+                    got = self._generated[index]
+                    tokens, left = self._workload.inputs[index] + got, self._workload.outputs[index] - got
+                    self._inbox.append((None, Preempted(request_id, tokens, left)))
+            case Reject(request_id, reason):
+                self._reject(int(request_id), reason)
+                self._inbox.append((None, Finished(request_id)))
+            case _:
+                raise AssertionError(command)
+
+    def _emit(self, site: Site, emit: Emit) -> None:
+        index = int(emit.request_id)
+        if self._first[index] == NEVER:
+            self._first[index] = self._now
+            if self._watch:
+                self._watch.first(index, self._now)
+        self._generated[index] += emit.count
+        if emit.finish is not None:
+            self._end(index)
+            self._inbox.append((None, Finished(emit.request_id)))
+        elif emit.parked:
+            site.parked[emit.request_id] = self._now
+            self._watch_leases(site)
+            got = self._generated[index]
+            tokens, left = self._workload.inputs[index] + got - 1, self._workload.outputs[index] - got
+            self._inbox.append((None, KVReady(emit.request_id, site.name, tokens, left)))
+
+    def _end(self, index: int) -> None:
+        self._ends[index] = self._now
+        self._open -= 1
+        if self._watch:
+            self._watch.ended(index, self._first[index], self._now)
+
+    def _reject(self, index: int, reason: str) -> None:
+        self._rejected[index] = reason
+        self._open -= 1
+        if self._watch:
+            self._watch.lost(index)
+
+    def _pull(self, site: Site, source: Site, request_id: str, tokens: int) -> None:
+        if request_id not in source.parked:
+            # its lease ran out
+            for target in (site, None):
+                self._inbox.append((target, PullFailed(request_id, "its KV is not parked any more")))
+            return
+        self._post(
+            self._links.transfer(source.name, site.name, tokens, self._now), self._landing, (site, source, request_id)
+        )
+
+    # steps
+
+    def _launch(self, site: Site, step: RunStep) -> None:
+        features = step.features()
+        at = self._now
+        for stage, took in enumerate(site.cost.stages(features)):
+            at = max(at, site.free[stage]) + took
+            site.free[stage] = at
+            site.busy[stage] += took
+        site.flights.append((at, step.step_id, features))
+        site.steps += 1
+        site.tokens += features.new_tokens + features.decode_seqs
+        site.launched = self._turn
+        site.hidden = UNKNOWN
+
+    def _schedule(self, site: Site) -> None:
+        """Put the next end of a step that needs a decision on the heap."""
+        if not site.flights:
+            return
+        machine = site.machine
+        hidden = machine.horizon() if self._jump and isinstance(machine, DecodeScheduler) else 0
+        end, _, features = site.flights[0]
+        if hidden == site.hidden:
+            return
+        site.hidden = hidden
+        if hidden:
+            end += site.cost.run(later(features, 1), hidden)
+        site.version += 1
+        heapq.heappush(self._heap, (end, site.index, site.version, site))
+
+    def _sync(self, site: Site, until: int) -> None:
+        """Take the hidden steps that end by ``until``; the machine then is where single steps would have led it."""
+        if site.hidden <= 0:
+            return
+        end, _, features = site.flights[0]
+        if end > until or site.launched == self._turn:
+            return
+        self._advance(site, 1 + site.cost.steps_within(later(features, 1), until - end))
+
+    def _advance(self, site: Site, count: int) -> None:
+        end, step_id, features = site.flights.popleft()
+        machine = site.machine
+        assert isinstance(machine, DecodeScheduler)
+        for command in machine.advance(count, self._now // FS_PER_NS):
+            if isinstance(command, Emit):
+                self._generated[int(command.request_id)] += command.count
+        took = site.cost.run(later(features, 1), count)
+        site.flights.append((end + took, step_id + count, later(features, count)))
+        site.free[0] += took
+        site.busy[0] += took
+        site.steps += count
+        site.tokens += count * features.decode_seqs
+        site.hidden -= count
+        self._events += count
+
+    def _post(self, at: int, rank: int, what: object) -> None:
+        self._posted += 1
+        heapq.heappush(self._heap, (at, rank, self._posted, what))
+
+
+def later(features: StepFeatures, steps: int) -> StepFeatures:
+    """What the decode step ``steps`` steps later does, with the same sequences."""
+    return StepFeatures(
+        decode_seqs=features.decode_seqs, decode_context=features.decode_context + steps * features.decode_seqs
+    )
