@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from jdserve.core.plan import Plan
+from jdserve.cost import network as hardware
+from jdserve.cost.stepcost import FS
+
 
 class Route(NamedTuple):
     """How KV gets from one instance to another.
@@ -38,6 +42,27 @@ class Instant:
     def route(self, source: str, destination: str) -> Route:
         """See :class:`Network`."""
         return Route()
+
+
+class Wired:
+    """The links of a cluster under the instances of a plan.
+
+    Args:
+        plan: says on which devices the instances are.
+        network: the links of these devices.
+        kv_bytes: KV of one token.
+    """
+
+    def __init__(self, plan: Plan, network: hardware.Network, kv_bytes: int) -> None:
+        self._plan = plan
+        self._network = network
+        self._kv_bytes = kv_bytes
+
+    def route(self, source: str, destination: str) -> Route:
+        """See :class:`Network`."""
+        found = self._network.between(self._plan, source, destination)
+        per_token = self._kv_bytes * FS // found.bytes_per_s if found.bytes_per_s else 0
+        return Route(found.links, found.latency, per_token)
 
 
 class Links:
