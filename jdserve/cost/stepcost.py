@@ -121,7 +121,7 @@ class Linear:
     __slots__ = ("_first", "_pass", "_stage", "pp")
 
     def __init__(self, stage: Coefficients, pp: int = 1, first: Coefficients = NOTHING) -> None:
-        _check(pp, stage, first)
+        _check(pp, stage, stage.plus(first))
         self.pp = pp
         self._stage = stage
         self._first = stage.plus(first)
@@ -181,6 +181,38 @@ class Switched:
         return self._cost(f).steps_within(f, budget)
 
 
+class Phased:
+    """Different costs of steps that only prefill, only decode, and do both.
+
+    Args:
+        prefill, decode, mixed: of such steps; as many stages.
+    """
+
+    __slots__ = ("_decode", "_mixed", "_prefill", "pp")
+
+    def __init__(self, prefill: StepCost, decode: StepCost, mixed: StepCost) -> None:
+        if not prefill.pp == decode.pp == mixed.pp:
+            raise ValueError(f"costs of one instance have {prefill.pp}, {decode.pp} and {mixed.pp} stages")
+        self.pp = prefill.pp
+        self._prefill = prefill
+        self._decode = decode
+        self._mixed = mixed
+
+    def stages(self, f: StepFeatures) -> tuple[int, ...]:
+        """See :class:`StepCost`."""
+        if not f.new_tokens:
+            return self._decode.stages(f)
+        return (self._mixed if f.decode_seqs else self._prefill).stages(f)
+
+    def run(self, f: StepFeatures, k: int) -> int:
+        """See :class:`StepCost`."""
+        return self._decode.run(f, k)
+
+    def steps_within(self, f: StepFeatures, budget: int) -> int:
+        """See :class:`StepCost`."""
+        return self._decode.steps_within(f, budget)
+
+
 class Roofline:
     """In each stage the longer of arithmetic and memory traffic, and what neither hides.
 
@@ -236,8 +268,9 @@ class Roofline:
 
 
 def _check(pp: int, *coefficients: Coefficients) -> None:
+    """Runs need non-negative lines; a fitted square term of prefill may be slightly negative."""
     if pp < 1:
         raise ValueError(f"pp must be at least 1, got {pp}")
     for one in coefficients:
-        if min(one) < 0:
-            raise ValueError(f"coefficients must not be negative, got {one}")
+        if min(one.base, one.context_token, one.base + one.decode_seq) < 0:
+            raise ValueError(f"base and decode coefficients must not be negative, got {one}")
