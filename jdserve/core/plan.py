@@ -202,6 +202,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
         max_open_requests: requests that are open at a time; more are refused at the door.
+        reach: how far KV may go. ``any`` takes the least loaded decode instance of all; ``host`` the least loaded one
+            on the same hosts as the prefill instance, for clusters whose links between hosts are slow (DistServe's low
+            node affinity). When none of these is live, any other serves.
         predicted: what the planner expects, None for a plan that was written by hand.
         instances, workers: who serves, and where.
     """
@@ -216,6 +219,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer_checksums: bool = False
     platform: Platform = "auto"
     max_open_requests: Positive = 1024
+    reach: Literal["any", "host"] = "any"
     predicted: Prediction | None = None
     instances: Annotated[tuple[Instance, ...], Meta(min_length=1)]
     workers: Annotated[tuple[Worker, ...], Meta(min_length=1)]
@@ -291,6 +295,21 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         one_host = len({worker.host for worker in (*there, *here)}) == 1
         alone = len(there) == len(here) == 1
         return "shm" if one_host and alone and self.platform == "cpu" else "pull"
+
+    def near(self, source: str) -> tuple[str, ...]:
+        """Decode instances that the KV of prefill instance ``source`` should stay with; empty where any will do."""
+        if self.reach == "any":
+            return ()
+        hosts = self.hosts(source)
+        return tuple(
+            instance.name
+            for instance in self.instances
+            if isinstance(instance, DecodeInstance) and self.hosts(instance.name) == hosts
+        )
+
+    def hosts(self, name: str) -> frozenset[str]:
+        """Hosts on which instance ``name`` lies."""
+        return frozenset(worker.host for worker in self.workers_of(name))
 
     def without(self, name: str) -> Plan:
         """The plan after instance ``name`` has left, and the workers that hosted nothing else; not checked."""

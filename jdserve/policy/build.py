@@ -22,7 +22,7 @@ class RouterConfig(
 
     Attributes:
         prefill, decode, colocated: names of the instances, in the order of the plan.
-        max_retries, balance, max_open, patience_s: as in the router.
+        max_retries, balance, max_open, patience_s, near: as in the router.
     """
 
     prefill: tuple[str, ...] = ()
@@ -32,6 +32,7 @@ class RouterConfig(
     balance: Balance = "tokens"
     max_open: Annotated[int, Meta(ge=1)] | None = None
     patience_s: Annotated[float, Meta(ge=0)] = 0.0
+    near: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def of(cls, plan: Plan, patience_s: float = 0.0) -> RouterConfig:
@@ -46,6 +47,7 @@ class RouterConfig(
             colocated=names(ColocatedInstance),
             max_open=plan.max_open_requests,
             patience_s=patience_s,
+            near={name: plan.near(name) for name in names(PrefillInstance) if plan.near(name)},
         )
 
 
@@ -70,6 +72,7 @@ def router_of(config: RouterConfig) -> Router:
         balance=config.balance,
         max_open=config.max_open,
         patience_s=config.patience_s,
+        near=config.near,
     )
 
 

@@ -13,6 +13,7 @@ supervisor restarts what died, and nobody need notice. Its KV stays parked meanw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -96,6 +97,8 @@ class Router:
         balance: what the shortest queue of prompts is counted in first; the other breaks ties.
         max_open: requests accepted at a time, None for no limit.
         patience_s: how long requests wait for a role of which no instance is left.
+        near: for a prefill instance, the decode instances that its KV goes to while one of them is usable; any may take
+            it otherwise, or where the prefill instance is not in here.
 
     Raises:
         ValueError: a name is used twice, or ``max_retries`` is negative.
@@ -110,6 +113,7 @@ class Router:
         balance: Balance = "tokens",
         max_open: int | None = None,
         patience_s: float = 0.0,
+        near: Mapping[str, Seq[str]] | None = None,
     ) -> None:
         if max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {max_retries}")
@@ -117,6 +121,7 @@ class Router:
         self._balance: Balance = balance
         self._max_open = max_open
         self._patience = round(patience_s * 1e9)
+        self._near = {source: frozenset(names) for source, names in (near or {}).items()}
         self._draining = False
         self._instances: dict[str, _Instance] = {}
         self._requests: dict[str, _Request] = {}  # in order of arrival
@@ -297,6 +302,8 @@ class Router:
         usable = [peer for peer in self._instances.values() if peer.usable]
         decodes = [peer for peer in usable if peer.role == "decode"]
         if request.source is not None:
+            near = self._near.get(request.source.name, frozenset())
+            decodes = [peer for peer in decodes if peer.name in near] or decodes
             return min(decodes, key=lambda peer: (peer.tokens, peer.requests)) if decodes else ("decode",)
         takers = [peer for peer in usable if peer.role != "decode"]
         able = [peer for peer in takers if peer.role == "colocated" or decodes or request.max_new_tokens <= 1]
