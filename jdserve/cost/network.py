@@ -71,23 +71,30 @@ class Network:
 
     def route(self, source: Seat, destination: Seat) -> Route:
         """The route from the devices of one instance to those of another."""
-        load: dict[str, Fraction] = defaultdict(Fraction)
-        for (here, there), share in _pairs(source, destination).items():
-            for link in self._links(here, there):
-                load[link] += share
+        load = self.loads(source, destination)
         if not load:
             return Route((), 0, 0, across=False)
-        device, factor = self._device, self._efficiency
-        speeds = {
-            link: (device.across if link.startswith("nic") else device.inside).bytes_per_s * factor / float(share)
-            for link, share in load.items()
-        }
+        device = self._device
+        speeds = {link: self.speed(link) / float(share) for link, share in load.items()}
         slowest = min(sorted(speeds), key=speeds.__getitem__)
         across = any(link.startswith("nic") for link in load)
         latency = (device.across if across else device.inside).latency_s
         return Route(
             tuple(sorted(load)), max(round(speeds[slowest]), 1), femtoseconds(latency), slowest.startswith("nic")
         )
+
+    def loads(self, source: Seat, destination: Seat) -> dict[str, Fraction]:
+        """The part of the KV that passes each link on the way."""
+        load: dict[str, Fraction] = defaultdict(Fraction)
+        for (here, there), share in _pairs(source, destination).items():
+            for link in self._links(here, there):
+                load[link] += share
+        return load
+
+    def speed(self, link: str) -> float:
+        """Bytes per second that transfers get from ``link``."""
+        chosen = self._device.across if link.startswith("nic") else self._device.inside
+        return chosen.bytes_per_s * self._efficiency
 
     def _links(self, here: Device, there: Device) -> tuple[str, ...]:
         if here == there:

@@ -112,18 +112,21 @@ def _fit(first: int, slope: int, budget: int) -> int:
 class Linear:
     """A cost that is linear in the features.
 
+    Attributes:
+        later: time of a stage after the first.
+
     Args:
         stage: time of one stage.
         pp: number of stages.
         first: what the first stage takes in addition (the driver's share of each step).
     """
 
-    __slots__ = ("_first", "_pass", "_stage", "pp")
+    __slots__ = ("_first", "_pass", "later", "pp")
 
     def __init__(self, stage: Coefficients, pp: int = 1, first: Coefficients = NOTHING) -> None:
         _check(pp, stage, stage.plus(first))
         self.pp = pp
-        self._stage = stage
+        self.later = stage
         self._first = stage.plus(first)
         self._pass = Coefficients(*(pp * a + b for a, b in zip(stage, first, strict=True)))
 
@@ -135,7 +138,7 @@ class Linear:
     def stages(self, f: StepFeatures) -> tuple[int, ...]:
         """See :class:`StepCost`."""
         first = self._first.value(f)
-        return (first,) if self.pp == 1 else (first, *(self._stage.value(f),) * (self.pp - 1))
+        return (first,) if self.pp == 1 else (first, *(self.later.value(f),) * (self.pp - 1))
 
     def run(self, f: StepFeatures, k: int) -> int:
         """See :class:`StepCost`."""
@@ -155,18 +158,18 @@ class Switched:
         threshold: in sequences.
     """
 
-    __slots__ = ("_above", "_below", "_threshold", "pp")
+    __slots__ = ("_threshold", "above", "below", "pp")
 
     def __init__(self, below: StepCost, above: StepCost, threshold: int) -> None:
         if below.pp != above.pp:
             raise ValueError(f"one cost has {below.pp} stages, the other {above.pp}")
         self.pp = below.pp
-        self._below = below
-        self._above = above
+        self.below = below
+        self.above = above
         self._threshold = threshold
 
     def _cost(self, f: StepFeatures) -> StepCost:
-        return self._below if f.decode_seqs < self._threshold else self._above
+        return self.below if f.decode_seqs < self._threshold else self.above
 
     def stages(self, f: StepFeatures) -> tuple[int, ...]:
         """See :class:`StepCost`."""
@@ -188,29 +191,29 @@ class Phased:
         prefill, decode, mixed: of such steps; as many stages.
     """
 
-    __slots__ = ("_decode", "_mixed", "_prefill", "pp")
+    __slots__ = ("decode", "mixed", "pp", "prefill")
 
     def __init__(self, prefill: StepCost, decode: StepCost, mixed: StepCost) -> None:
         if not prefill.pp == decode.pp == mixed.pp:
             raise ValueError(f"costs of one instance have {prefill.pp}, {decode.pp} and {mixed.pp} stages")
         self.pp = prefill.pp
-        self._prefill = prefill
-        self._decode = decode
-        self._mixed = mixed
+        self.prefill = prefill
+        self.decode = decode
+        self.mixed = mixed
 
     def stages(self, f: StepFeatures) -> tuple[int, ...]:
         """See :class:`StepCost`."""
         if not f.new_tokens:
-            return self._decode.stages(f)
-        return (self._mixed if f.decode_seqs else self._prefill).stages(f)
+            return self.decode.stages(f)
+        return (self.mixed if f.decode_seqs else self.prefill).stages(f)
 
     def run(self, f: StepFeatures, k: int) -> int:
         """See :class:`StepCost`."""
-        return self._decode.run(f, k)
+        return self.decode.run(f, k)
 
     def steps_within(self, f: StepFeatures, budget: int) -> int:
         """See :class:`StepCost`."""
-        return self._decode.steps_within(f, budget)
+        return self.decode.steps_within(f, budget)
 
 
 class Roofline:
@@ -222,22 +225,22 @@ class Roofline:
         pp: number of stages.
     """
 
-    __slots__ = ("_compute", "_memory", "_other", "pp")
+    __slots__ = ("compute", "memory", "other", "pp")
 
     def __init__(self, compute: Coefficients, memory: Coefficients, other: Coefficients = NOTHING, pp: int = 1) -> None:
         _check(pp, compute, memory, other)
         self.pp = pp
-        self._compute = compute
-        self._memory = memory
-        self._other = other
+        self.compute = compute
+        self.memory = memory
+        self.other = other
 
     def stages(self, f: StepFeatures) -> tuple[int, ...]:
         """See :class:`StepCost`."""
-        return (max(self._compute.value(f), self._memory.value(f)) + self._other.value(f),) * self.pp
+        return (max(self.compute.value(f), self.memory.value(f)) + self.other.value(f),) * self.pp
 
     def _pieces(self, f: StepFeatures) -> tuple[int, tuple[int, int], tuple[int, int]]:
         """(steps before the bound changes, line of these steps, line of all later ones counted from step 0)."""
-        compute, memory, other = self._compute.line(f), self._memory.line(f), self._other.line(f)
+        compute, memory, other = self.compute.line(f), self.memory.line(f), self.other.line(f)
         now, later = sorted((compute, memory), reverse=True)
         if later[1] <= now[1]:  # the larger one also grows at least as fast
             change, later = NO_LIMIT, now
