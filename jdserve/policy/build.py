@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from jdserve.core.pages import PagePool
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, Instance, Plan, PrefillInstance
 from jdserve.policy.base import Machine
 from jdserve.policy.colocated import ColocatedScheduler
@@ -51,15 +52,17 @@ class RouterConfig(
         )
 
 
-def machine_for(instance: Instance, page_size: int) -> PrefillScheduler | DecodeScheduler | ColocatedScheduler:
-    """The scheduler of ``instance``, with pages of ``page_size`` token positions."""
+def machine_for(
+    instance: Instance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
+) -> PrefillScheduler | DecodeScheduler | ColocatedScheduler:
+    """The scheduler of ``instance``, with pages of ``page_size`` token positions; the others as in its class."""
     match instance:
         case PrefillInstance():
-            return PrefillScheduler(instance, page_size)
+            return PrefillScheduler(instance, page_size, pool=pool, brief=brief)
         case DecodeInstance():
-            return DecodeScheduler(instance, page_size)
+            return DecodeScheduler(instance, page_size, pool=pool, brief=brief)
         case ColocatedInstance():
-            return ColocatedScheduler(instance, page_size)
+            return ColocatedScheduler(instance, page_size, pool=pool, brief=brief)
 
 
 def router_of(config: RouterConfig) -> Router:

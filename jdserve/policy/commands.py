@@ -64,6 +64,22 @@ class RunStep(_Command, frozen=True):
         )
 
 
+class BriefStep(_Command, frozen=True):
+    """Launch one step, told by its features alone; answered by StepDone. Of a brief machine, for a simulator.
+
+    Attributes:
+        step_id: as in RunStep.
+        work: what its time depends on.
+    """
+
+    step_id: int
+    work: StepFeatures
+
+    def features(self) -> StepFeatures:
+        """What the step's time depends on."""
+        return self.work
+
+
 class Pull(_Command, frozen=True):
     """Move the KV of a request into ``pages``; answered by KVLanded or PullFailed.
 
@@ -156,4 +172,4 @@ class Retire(_Command, frozen=True):
     instance: str
 
 
-Command = RunStep | Pull | Release | Preempt | Emit | Reject | Dispatch | Retire
+Command = RunStep | BriefStep | Pull | Release | Preempt | Emit | Reject | Dispatch | Retire

@@ -132,6 +132,11 @@ class Router:
                 if name in self._instances:
                     raise ValueError(f"two instances are called {name!r}")
                 self._instances[name] = _Instance(name, role)
+        # who takes prompts, and who decodes: those that are usable
+        self._takers: list[_Instance] = []
+        self._decodes: list[_Instance] = []
+        self._anyone_leaves = False
+        self._look_who_is_there()
 
     @property
     def requests(self) -> int:
@@ -179,7 +184,7 @@ class Router:
                 commands = [] if request is None else self._about(request, event, now)
             case _:
                 raise TypeError(f"Router takes no {type(event).__name__}")
-        return [*commands, *self._retired()]
+        return [*commands, *self._retired()] if self._anyone_leaves else commands
 
     def _about(
         self, request: _Request, event: KVReady | KVLanded | PullFailed | Preempted | Cancelled | Finished, now: int
@@ -250,24 +255,30 @@ class Router:
             self._draining = True
         else:
             self._instance(name).draining = True
+            self._anyone_leaves = True
             self._note_gone(now)
         return []
 
     def _retired(self) -> list[Command]:
         """Draining instances that nothing is on any more; they are forgotten."""
         leaving = [peer for peer in self._instances.values() if peer.draining]
-        if not leaving:
-            return []
         held = {peer for request in self._requests.values() for peer in (request.at, request.source)}
         empty = [peer for peer in leaving if peer not in held]
         for peer in empty:
             del self._instances[peer.name]
+        self._anyone_leaves = len(empty) < len(leaving)
         return [Retire(peer.name) for peer in empty]
 
     def _note_gone(self, now: int) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode", "colocated")
         usable = {peer.role for peer in self._instances.values() if peer.usable}
         self._gone = {role: self._gone.get(role, now) for role in roles if role not in usable}
+        self._look_who_is_there()
+
+    def _look_who_is_there(self) -> None:
+        usable = [peer for peer in self._instances.values() if peer.usable]
+        self._takers = [peer for peer in usable if peer.role != "decode"]
+        self._decodes = [peer for peer in usable if peer.role == "decode"]
 
     def _place_stranded(self, now: int) -> list[Command]:
         waiting = [request for request in self._requests.values() if request.at is None]
@@ -299,19 +310,18 @@ class Router:
 
     def _choose(self, request: _Request) -> _Instance | tuple[Role, ...]:
         """The instance that takes a request next, or the roles of which there is none."""
-        usable = [peer for peer in self._instances.values() if peer.usable]
-        decodes = [peer for peer in usable if peer.role == "decode"]
+        decodes, takers = self._decodes, self._takers
         if request.source is not None:
-            near = self._near.get(request.source.name, frozenset())
-            decodes = [peer for peer in decodes if peer.name in near] or decodes
-            return min(decodes, key=lambda peer: (peer.tokens, peer.requests)) if decodes else ("decode",)
-        takers = [peer for peer in usable if peer.role != "decode"]
-        able = [peer for peer in takers if peer.role == "colocated" or decodes or request.max_new_tokens <= 1]
+            if self._near:
+                near = self._near.get(request.source.name, frozenset())
+                decodes = [peer for peer in decodes if peer.name in near] or decodes
+            return _least(decodes, "tokens") if decodes else ("decode",)
+        able = takers
+        if not decodes and request.max_new_tokens > 1:
+            able = [peer for peer in takers if peer.role == "colocated"]
         if not able:
             return ("decode",) if takers else ("prefill", "colocated")
-        if self._balance == "tokens":
-            return min(able, key=lambda peer: (peer.tokens, peer.requests))
-        return min(able, key=lambda peer: (peer.requests, peer.tokens))
+        return _least(able, self._balance)
 
     def _put(self, request: _Request, at: _Instance) -> list[Command]:
         request.at = at
@@ -341,3 +351,12 @@ class Router:
         if name not in self._instances:
             raise ValueError(f"instance {name!r} is not in the plan")
         return self._instances[name]
+
+
+def _least(peers: Seq[_Instance], balance: Balance) -> _Instance:
+    """The first of those with the least load, counted in ``balance`` first."""
+    if len(peers) == 1:
+        return peers[0]
+    if balance == "tokens":
+        return min(peers, key=lambda peer: (peer.tokens, peer.requests))
+    return min(peers, key=lambda peer: (peer.requests, peer.tokens))

@@ -6,17 +6,17 @@ pulls, arrivals, leases. So the run does not depend on which of them were looked
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import Any
 
+from jdserve.core.pages import PageCount
 from jdserve.core.plan import DecodeInstance, Instance, Plan, PrefillInstance
 from jdserve.core.steptime import StepFeatures
-from jdserve.cost.stepcost import StepCost
+from jdserve.cost.stepcost import NO_LIMIT, StepCost
 from jdserve.policy.build import machine_for, router_for
-from jdserve.policy.commands import Command, Dispatch, Emit, Preempt, Pull, Reject, Release, RunStep
-from jdserve.policy.decode import DecodeScheduler
+from jdserve.policy.commands import BriefStep, Command, Dispatch, Emit, Preempt, Pull, Reject, Release
 from jdserve.policy.events import (
     Arrived,
     Cancelled,
@@ -45,21 +45,46 @@ class Site:
 
     Attributes:
         flights: (end, step id, features) of the steps in flight, oldest first.
+        untold: steps that have ended and were not told to the machine yet, for they decide nothing (several stages).
         free: when each stage is free for the next step.
         hidden: steps, from the oldest in flight on, that end without a decision; only the end of the next one is on
             the heap. UNKNOWN where the machine was not asked yet.
         version: of the entry on the heap that counts.
         launched: number of the turn of the loop in which the last step was launched.
         parked: requests whose KV waits here, and when they were parked.
+        timer: the end of the oldest lease is on the heap.
+        preempted: a preempted sequence goes back to the router.
     """
 
-    def __init__(self, index: int, instance: Instance, page_size: int, cost: StepCost) -> None:
+    __slots__ = (
+        "busy",
+        "cost",
+        "flights",
+        "free",
+        "hidden",
+        "index",
+        "launched",
+        "lease",
+        "machine",
+        "name",
+        "parked",
+        "preempted",
+        "steps",
+        "timer",
+        "tokens",
+        "untold",
+        "version",
+    )
+
+    def __init__(self, index: int, instance: Instance, page_size: int, cost: StepCost, *, prefixes: bool) -> None:
         self.index = index
-        self.instance = instance
         self.name = instance.name
-        self.machine = machine_for(instance, page_size)
+        # pages need no ids unless prompts share them
+        pool = None if prefixes else PageCount(instance.pages, page_size)
+        self.machine = machine_for(instance, page_size, pool=pool, brief=True)
         self.cost = cost
         self.flights: deque[tuple[int, int, StepFeatures]] = deque()
+        self.untold = 0
         self.free = [0] * instance.pp
         self.busy = [0] * instance.pp
         self.hidden = UNKNOWN
@@ -70,6 +95,7 @@ class Site:
         self.parked: dict[str, int] = {}
         self.lease = round(instance.lease_s * FS) if isinstance(instance, PrefillInstance) else 0
         self.timer = False
+        self.preempted = isinstance(instance, DecodeInstance)
 
 
 class Loop:
@@ -87,7 +113,7 @@ class Loop:
         self._workload = workload
         self._router = router_for(plan)
         self._sites = {
-            instance.name: Site(index, instance, plan.page_size, costs[instance.name])
+            instance.name: Site(index, instance, plan.page_size, costs[instance.name], prefixes=bool(workload.blocks))
             for index, instance in enumerate(plan.instances)
         }
         self._landing, self._arriving, self._leasing = (len(self._sites) + place for place in range(3))
@@ -98,6 +124,7 @@ class Loop:
         self._heap: list[tuple[int, int, int, Any]] = []
         self._posted = 0
         self._now = 0
+        self._next_arrival = workload.arrivals[0]
         self._rank = 0
         self._turn = 0
         self._events = 0
@@ -111,34 +138,40 @@ class Loop:
 
     def run(self) -> SimResult:
         """The whole run."""
-        arrivals = self._workload.arrivals
+        arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
         count, at = len(arrivals), 0
-        heap, watch = self._heap, self._watch
         while self._open and not (watch and watch.certain):
-            self._turn += 1
-            if at < count and (not heap or heap[0][:2] > (arrivals[at], self._arriving)):
+            if at < count and (not heap or (arrivals[at], self._arriving) < heap[0]):
                 self._now, self._rank = arrivals[at], self._arriving
-                self._arrive(at)
+                self._turn += 1
                 at += 1
+                self._next_arrival = arrivals[at] if at < count else NO_LIMIT * FS
+                self._arrive(at - 1)
             else:
-                self._now, self._rank, version, what = heapq.heappop(heap)
-                if self._rank == self._landing:
-                    self._landed(*what)
-                elif self._rank == self._leasing:
-                    self._expire(what)
-                elif version == what.version:
-                    self._step_done(what)
-                else:
+                end, rank, version, what = heappop(heap)
+                if rank < self._landing and version != what.version:
                     continue
-            if self._inbox:
-                self._drain()
+                self._now, self._rank = end, rank
+                self._turn += 1
+                if rank < self._landing:
+                    self._step_done(what)
+                elif rank == self._landing:
+                    self._landed(*what)
+                else:
+                    self._expire(what)
+            while self._inbox:
+                site, event = self._inbox.popleft()
+                if site is None:
+                    self._ask_router(event)
+                else:
+                    self._ask(site, event)
             if watch:
                 watch.passed(self._now)
         return self._result()
 
     def _result(self) -> SimResult:
         for site in self._sites.values():
-            self._sync(site, self._now - (site.index >= self._rank))
+            self._sync(site)
         return SimResult(
             arrivals=self._workload.arrivals,
             first=tuple(self._first),
@@ -169,8 +202,12 @@ class Loop:
         self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
 
     def _step_done(self, site: Site) -> None:
+        if site.hidden and len(site.free) > 1:
+            self._roll(site)
+            return
         if site.hidden:
-            self._advance(site, site.hidden)
+            self._jump_ahead(site, site.hidden)
+        self._tell(site)
         _, step_id, _ = site.flights.popleft()
         site.hidden = UNKNOWN
         self._ask(site, StepDone(step_id))
@@ -195,14 +232,6 @@ class Loop:
             self._post(later + site.lease, self._leasing, site)
 
     # whom to ask
-
-    def _drain(self) -> None:
-        while self._inbox:
-            site, event = self._inbox.popleft()
-            if site is None:
-                self._ask_router(event)
-            else:
-                self._ask(site, event)
 
     def _ask_router(self, event: Event) -> None:
         self._events += 1
@@ -229,24 +258,25 @@ class Loop:
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
-        if site.hidden > 0:
-            self._sync(site, self._now - (site.index >= self._rank))
+        self._sync(site)
         for command in site.machine.handle(event, self._now // FS_PER_NS):
-            self._obey(site, command)
+            kind = type(command)
+            if kind is BriefStep:
+                self._launch(site, command)
+            elif kind is Emit:
+                self._emit(site, command)
+            elif kind is Release:
+                site.parked.pop(command.request_id, None)
+            else:
+                self._obey(site, command)
         self._schedule(site)
 
     def _obey(self, site: Site, command: Command) -> None:
         match command:
-            case Emit():
-                self._emit(site, command)
-            case RunStep():
-                self._launch(site, command)
-            case Release(request_id):
-                site.parked.pop(request_id, None)
             case Pull(request_id, source, tokens):
                 self._pull(site, self._sites[source], request_id, tokens)
             case Preempt(request_id):
-                if isinstance(site.instance, DecodeInstance):
+                if site.preempted:
                     index = int(request_id)
                     got = self._generated[index]
                     tokens, left = self._workload.inputs[index] + got, self._workload.outputs[index] - got
@@ -298,62 +328,91 @@ class Loop:
 
     # steps
 
-    def _launch(self, site: Site, step: RunStep) -> None:
-        features = step.features()
-        at = self._now
-        for stage, took in enumerate(site.cost.stages(features)):
-            at = max(at, site.free[stage]) + took
-            site.free[stage] = at
-            site.busy[stage] += took
-        site.flights.append((at, step.step_id, features))
+    def _launch(self, site: Site, step: BriefStep) -> None:
+        work = step.work
+        site.flights.append((self._through(site, work, self._now), step.step_id, work))
         site.steps += 1
-        site.tokens += features.new_tokens + features.decode_seqs
+        site.tokens += work.new_tokens + work.decode_seqs
         site.launched = self._turn
         site.hidden = UNKNOWN
 
+    def _through(self, site: Site, work: StepFeatures, at: int) -> int:
+        """When a step that is launched at ``at`` has passed all stages, each of which takes one step at a time."""
+        free, busy = site.free, site.busy
+        for stage, took in enumerate(site.cost.stages(work)):
+            if free[stage] > at:
+                at = free[stage]
+            at += took
+            free[stage] = at
+            busy[stage] += took
+        return at
+
     def _schedule(self, site: Site) -> None:
-        """Put the next end of a step that needs a decision on the heap."""
+        """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
         if not site.flights:
             return
-        machine = site.machine
-        hidden = machine.horizon() if self._jump and isinstance(machine, DecodeScheduler) else 0
-        end, _, features = site.flights[0]
+        hidden = site.machine.horizon() if self._jump else 0
         if hidden == site.hidden:
             return
         site.hidden = hidden
-        if hidden:
-            end += site.cost.run(later(features, 1), hidden)
+        end, _, work = site.flights[0]
+        if hidden and len(site.free) == 1:
+            end += site.cost.run(later(work, 1), hidden)
         site.version += 1
-        heapq.heappush(self._heap, (end, site.index, site.version, site))
+        heappush(self._heap, (end, site.index, site.version, site))
 
-    def _sync(self, site: Site, until: int) -> None:
-        """Take the hidden steps that end by ``until``; the machine then is where single steps would have led it."""
-        if site.hidden <= 0:
-            return
-        end, _, features = site.flights[0]
-        if end > until or site.launched == self._turn:
-            return
-        self._advance(site, 1 + site.cost.steps_within(later(features, 1), until - end))
+    def _sync(self, site: Site) -> None:
+        """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
+        if site.untold:
+            self._tell(site)
+        elif site.hidden > 0 and len(site.free) == 1 and site.launched != self._turn:
+            end, _, work = site.flights[0]
+            # of what happens now, the ends of steps of the first instances come first
+            until = self._now - (site.index >= self._rank)
+            if end <= until:
+                self._jump_ahead(site, 1 + site.cost.steps_within(later(work, 1), until - end))
 
-    def _advance(self, site: Site, count: int) -> None:
-        end, step_id, features = site.flights.popleft()
-        machine = site.machine
-        assert isinstance(machine, DecodeScheduler)
-        for command in machine.advance(count, self._now // FS_PER_NS):
-            if isinstance(command, Emit):
-                self._generated[int(command.request_id)] += command.count
-        took = site.cost.run(later(features, 1), count)
-        site.flights.append((end + took, step_id + count, later(features, count)))
+    def _jump_ahead(self, site: Site, count: int) -> None:
+        """The steps of an instance with one stage, in closed form."""
+        end, step_id, work = site.flights.popleft()
+        took = site.cost.run(later(work, 1), count)
+        site.flights.append((end + took, step_id + count, later(work, count)))
         site.free[0] += took
         site.busy[0] += took
         site.steps += count
-        site.tokens += count * features.decode_seqs
+        site.tokens += count * work.decode_seqs
         site.hidden -= count
-        self._events += count
+        site.untold = count
+        self._tell(site)
+
+    def _roll(self, site: Site) -> None:
+        """The steps of an instance with several stages, one by one, until something else happens."""
+        other = self._heap[0] if self._heap else (NO_LIMIT * FS, 0)
+        flights, index, through = site.flights, site.index, self._through
+        while site.hidden:
+            end, step_id, work = flights[0]
+            if (end, index) >= other or end > self._next_arrival:
+                break
+            flights.popleft()
+            work = later(work, 1)
+            flights.append((through(site, work, end), step_id + len(flights) + 1, work))
+            site.steps += 1
+            site.tokens += work.decode_seqs
+            site.untold += 1
+            site.hidden -= 1
+        site.version += 1
+        heappush(self._heap, (flights[0][0], index, site.version, site))
+
+    def _tell(self, site: Site) -> None:
+        """Tell the machine of the steps that have ended without a decision."""
+        if site.untold:
+            site.machine.advance(site.untold, self._now // FS_PER_NS)
+            self._events += site.untold
+            site.untold = 0
 
     def _post(self, at: int, rank: int, what: object) -> None:
         self._posted += 1
-        heapq.heappush(self._heap, (at, rank, self._posted, what))
+        heappush(self._heap, (at, rank, self._posted, what))
 
 
 def later(features: StepFeatures, steps: int) -> StepFeatures:
