@@ -27,6 +27,9 @@ MARGIN = 1.02
 DEADLINES = 12
 """Moments at which the capacity is checked."""
 
+NEAR = {"prefill": 1.0, "decode": 0.8}
+"""Share of its capacity that a phase is guessed to reach within the SLO."""
+
 SLOWEST, FASTEST = 1e-6, 1e9
 """Rates between which a capacity is looked for, in requests per second."""
 
@@ -170,6 +173,7 @@ class Bounds:
         self._sizer = sizer
         self._times: dict[tuple[Part, str], Floats] = {}
         self._capacities: dict[tuple[Part, str], float] = {}
+        self._guesses: dict[tuple[Part, str], float] = {}
 
     def alone(self, unit: Unit) -> Alone:
         """How requests fare alone on the instances of ``unit``."""
@@ -184,6 +188,18 @@ class Bounds:
         first, last = self._ends(unit)
         return min(self._capacity(first, "prefill"), self._capacity(last, "decode"))
 
+    def guess(self, unit: Unit) -> float:
+        """About the goodput of ``unit``: good enough to begin with, and no bound."""
+        first, last = self._ends(unit)
+        prefill, decode = self._guess(first, "prefill"), self._guess(last, "decode")
+        if unit.family != "colocated":
+            return min(prefill, decode)
+        return prefill * decode / (prefill + decode) if prefill + decode else 0.0
+
+    def part_guess(self, part: Part) -> float:
+        """As :meth:`guess`, of one phase."""
+        return self._guess(part, "prefill" if part.role == "prefill" else "decode")
+
     def part_alone(self, part: Part) -> float:
         """Share of requests that meet the latency of the phase of ``part`` alone."""
         slo = self._job.slo
@@ -193,6 +209,30 @@ class Bounds:
     def part_capacity(self, part: Part) -> float:
         """As :meth:`capacity`, of one phase."""
         return self._capacity(part, "prefill" if part.role == "prefill" else "decode")
+
+    def _guess(self, part: Part, kind: str) -> float:
+        if (part, kind) not in self._guesses:
+            capacity = self._capacity(part, kind)
+            if kind == "prefill":
+                capacity = min(capacity, part.count * self._queue(part))
+            self._guesses[part, kind] = min(capacity, FASTEST) * NEAR[kind]
+        return self._guesses[part, kind]
+
+    def _queue(self, part: Part) -> float:
+        """The rate at which enough prompts meet the TTFT in an M/G/1 queue of one prompt per batch."""
+        slo, pp = self._job.slo, part.pp
+        times = self._time(part, "prefill")
+        slack = np.maximum(slo.ttft_s - times, 0.0)
+        first, second = times.mean() / pp, (times**2).mean() / pp**2
+        low, high = 0.0, 1 / first
+        for _ in range(20):
+            rate = (low + high) / 2
+            load = rate * first
+            wait = rate * second / 2 / (1 - load)
+            # the wait of those that wait is taken as exponential
+            met = np.where(slack > 0, 1 - load * np.exp(-slack * load / wait), 0.0).mean() if rate else 1.0
+            low, high = (rate, high) if met >= slo.attainment else (low, rate)
+        return float(low)
 
     def _ends(self, unit: Unit) -> tuple[Part, Part]:
         return unit.parts[0], unit.parts[-1]

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jdserve.core.pages import pages_for
 from jdserve.core.plan import DecodeInstance, HostedStage, Instance, Plan, PrefillInstance, Worker
 from jdserve.cost.network import Network
 from jdserve.cost.stepcost import NOTHING, Linear, StepCost
@@ -74,12 +75,15 @@ def alone_plan(job: Job, sizer: Sizer, part: Part) -> Composed:
     assert isinstance(sized, Sized), sized
     names = [f"{LETTER[part.role]}{n}" for n in range(part.count)]
     instances: list[Instance] = [msgspec.structs.replace(sized.instance, name=name) for name in names]
+    pages = 4 * sum(
+        pages_for(int(i + o), job.page_size) for i, o in zip(job.sample.inputs, job.sample.outputs, strict=True)
+    )
     endless = 1 << 40
     if part.role == "prefill":
-        partner: Instance = DecodeInstance(name="partner", pages=endless, max_num_seqs=endless)
+        partner: Instance = DecodeInstance(name="partner", pages=pages, max_num_seqs=endless)
     else:
         partner = PrefillInstance(
-            name="partner", pages=endless, batching="kv_capacity", lm_tokens=1, max_batch=endless, lease_s=1e9
+            name="partner", pages=pages, batching="kv_capacity", lm_tokens=1, max_batch=endless, lease_s=1e9
         )
     costs: dict[str, StepCost] = dict.fromkeys(names, sized.cost) | {"partner": Linear(NOTHING)}
     instances.append(partner)

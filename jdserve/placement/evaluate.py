@@ -32,6 +32,10 @@ GROWTH = 50
 """A run has at most this many times the requests that the job asks for."""
 
 
+STRIDE = 8
+"""First stride of a search for a goodput, in grid steps."""
+
+
 class Evaluator:
     """Runs plans for a job.
 
@@ -52,6 +56,11 @@ class Evaluator:
     def rate(self, step: int) -> float:
         """The rate of a grid step, in requests per second."""
         return self._base**step
+
+    @property
+    def lowest(self) -> int:
+        """The lowest step."""
+        return self.below(LOWEST)
 
     def below(self, rate: float) -> int:
         """The highest grid step whose rate is at most ``rate``."""
@@ -99,7 +108,9 @@ class Evaluator:
         """Joint attainment at ``rate``, with its interval."""
         return attainment(self.run(what, rate, times=times).met(self._job.slo).tolist())
 
-    def highest(self, what: Composed, scope: Scope, low: int | None, limit: float) -> int | None:
+    def highest(
+        self, what: Composed, scope: Scope, low: int | None, limit: float, start: int | None = None
+    ) -> int | None:
         """The highest grid step at which ``what`` passes, None where it passes at none.
 
         Args:
@@ -107,16 +118,20 @@ class Evaluator:
             scope: as for :meth:`run`.
             low: a step that is known to pass.
             limit: a rate that cannot pass; infinite where none is known.
+            start: a step to begin with, where none is known to pass.
         """
         return highest(
             lambda step: self.passes(what, self.rate(step), scope),
             low,
             None if math.isinf(limit) else self.below(limit) + 1,
-            self.below(LOWEST),
+            self.lowest,
+            start,
         )
 
 
-def highest(passes: Callable[[int], bool], low: int | None, high: int | None, least: int) -> int | None:
+def highest(
+    passes: Callable[[int], bool], low: int | None, high: int | None, least: int, start: int | None = None
+) -> int | None:
     """The highest integer that passes, when all below it pass too; None where ``least`` does not.
 
     Args:
@@ -124,26 +139,27 @@ def highest(passes: Callable[[int], bool], low: int | None, high: int | None, le
         low: one that is known to pass.
         high: one that is known to fail.
         least: smaller ones are not tried.
+        start: one to begin with; by default a little below ``high``, or 0.
     """
-    if low is None and high is not None:
-        guess = high - 12
-        low, high = (guess, high) if guess > least and passes(guess) else (None, min(high, guess))
-    step = 8
-    while low is None:
-        assert high is not None or step == 8
-        guess = max((high if high is not None else 8) - step, least)
-        if passes(guess):
-            low = guess
-        elif guess == least:
-            return None
-        else:
+    if low is None:
+        guess = start if start is not None else high - STRIDE if high is not None else 0
+        guess = max(guess, least)
+        stride = STRIDE
+        while not passes(guess):
+            if guess == least:
+                return None
             high = guess
-        step *= 2
-    step = 8
-    while high is None:
-        guess = low + step
-        low, high = (guess, None) if passes(guess) else (low, guess)
-        step *= 2
+            guess = max(guess - stride, least)
+            stride *= 2
+        low = guess
+    stride = STRIDE
+    while high is None or low + stride < high:
+        guess = low + stride
+        if not passes(guess):
+            high = guess
+            break
+        low = guess
+        stride *= 2
     while high - low > 1:
         guess = (low + high) // 2
         low, high = (guess, high) if passes(guess) else (low, guess)

@@ -79,16 +79,18 @@ def _place(group: Group, nodes: Seq[_Node], cluster: Cluster) -> list[tuple[Inst
             )
         return [(i, [chosen[stage * group.span // i.pp] for stage in range(i.pp)]) for i in group.instances]
     (instance,) = group.instances
-    whole = next((node for node in nodes if len(node.free) >= instance.tp * instance.pp), None)
+    size = instance.tp * instance.pp
+    whole = next((node for node in nodes if len(node.free) >= size), None)
     if whole is not None:
         return [(instance, [whole] * instance.pp)]
     places: list[_Node] = []
-    for node in nodes:
+    # what fits into a node is not cut: its step times are those of links inside one
+    for node in nodes if size > cluster.devices_per_node else ():
         places += [node] * min(len(node.free) // instance.tp, instance.pp - len(places))
     if len(places) < instance.pp:
         raise NoRoom(
-            f"{instance.name} needs {instance.pp} x {instance.tp} free devices, each {instance.tp} on one node; there"
-            f" are {cluster.nodes} nodes of {cluster.devices_per_node} devices"
+            f"{instance.name} needs {instance.pp} x {instance.tp} free devices, on one node where it fits into one;"
+            f" there are {cluster.nodes} nodes of {cluster.devices_per_node} devices"
         )
     return [(instance, places)]
 

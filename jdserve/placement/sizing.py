@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jdserve.core.pages import pages_for
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, Instance, PrefillInstance
-from jdserve.core.steptime import StepFeatures, StepTime
+from jdserve.core.steptime import StepFeatures
 from jdserve.cost.latency import Unmeasured
 from jdserve.cost.memory import memory
 from jdserve.cost.stepcost import FS, StepCost
@@ -26,7 +26,7 @@ class Sized(NamedTuple):
     """An instance that fits.
 
     Attributes:
-        instance: complete but for its name.
+        instance: complete but for its name and its step times, which only the plan in the end needs.
         cost: time of its steps.
     """
 
@@ -56,7 +56,6 @@ class Sizer:
         job = self._job
         try:
             cost = job.latency.cost(part.role, part.tp, part.pp)
-            steptime = job.latency.steptime(part.role, part.tp, part.pp)
         except Unmeasured as error:
             return str(error)
         lm = saturating_tokens(cost, job.sample.mean_input, job.max_model_len)
@@ -68,7 +67,7 @@ class Sizer:
         pages = self._pages(part, step, batch)
         if isinstance(pages, str):
             return pages
-        return Sized(self._instance(part, pages, lm, batch, budget, steptime), cost)
+        return Sized(self._instance(part, pages, lm, batch, budget), cost)
 
     def _pages(self, part: Part, step: int, batch: int) -> int | str:
         job = self._job
@@ -102,9 +101,9 @@ class Sizer:
             low, high = (middle, high) if sum(cost.stages(f)) <= budget else (low, middle - 1)
         return low * cost.pp if low * cost.pp <= self._job.max_num_seqs else self._job.max_num_seqs
 
-    def _instance(self, part: Part, pages: int, lm: int, batch: int, budget: int, steptime: StepTime) -> Instance:
+    def _instance(self, part: Part, pages: int, lm: int, batch: int, budget: int) -> Instance:
         job = self._job
-        common = {"name": "x", "tp": part.tp, "pp": part.pp, "pages": pages, "steptime": steptime}
+        common = {"name": "x", "tp": part.tp, "pp": part.pp, "pages": pages}
         match part.role:
             case "prefill":
                 return PrefillInstance(**common, lm_tokens=lm, max_batch=job.max_batch)
