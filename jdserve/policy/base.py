@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from jdserve.core.errors import OutOfPages
 from jdserve.core.pages import PagePool, pages_for
@@ -26,14 +28,14 @@ class Machine(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """The next ``tokens`` prompt tokens of a sequence, in one step."""
 
     held: Held
     tokens: int
 
 
-class Flight(NamedTuple):
+class Flight(msgspec.Struct, frozen=True):
     """A step in flight.
 
     Attributes:
@@ -79,13 +81,14 @@ class Scheduler(ABC):
         self._queue: OrderedDict[str, Held] = OrderedDict()
         self._running: dict[str, Held] = {}
         # a request may come back while its cancelled run still waits for the end of a step or pull
-        self._runs: Counter[str] = Counter()
+        self._runs: dict[str, int] = {}
         self._depth = depth
         self._flights: deque[Flight] = deque()
         # sequences that decode, and are in no step: in batches whose step has ended, or in none yet
         self._resting: list[Batch] = []
         self._idle: dict[str, Held] = {}
         self._next_step = 0
+        self._steady: int | None = None  # the horizon, where it is known
         self._admissions = 0
         self._begun = 0
 
@@ -139,7 +142,7 @@ class Scheduler(ABC):
         if held.id in self._queue or held.id in self._running:
             raise ValueError(f"request {held.id} is here already")
         self._queue[held.id] = held
-        self._runs[held.id] += 1
+        self._runs[held.id] = self._runs.get(held.id, 0) + 1
 
     def _begin(self, held: Held) -> None:
         """A sequence runs from now on."""
@@ -193,10 +196,10 @@ class Scheduler(ABC):
 
     def _forget(self, request_id: str) -> list[Command]:
         """Release a request with its last run."""
-        self._runs[request_id] -= 1
-        if self._runs[request_id]:
+        left = self._runs.pop(request_id) - 1
+        if left:
+            self._runs[request_id] = left
             return []
-        del self._runs[request_id]
         return [Release(request_id)]
 
     def _cancel(self, request_id: str, commands: list[Command]) -> None:
@@ -248,6 +251,8 @@ class Scheduler(ABC):
         A stage waits for the longest step, and the steps of a pipeline take each other's time: hence equal ones
         (DistServe, OSDI'24, section 3.3). With one stage these are all sequences that decode.
         """
+        if self._depth == 1:
+            return self._everybody()
         waiting = len(self._idle) + sum(len(batch) for batch in self._resting)
         if not waiting:
             self._resting.clear()
@@ -260,16 +265,35 @@ class Scheduler(ABC):
             batch.join(held)
         return batch
 
+    def _everybody(self) -> Batch | None:
+        """All sequences that decode and are in no step, in one batch."""
+        idle = self._idle
+        batch = self._resting.pop() if self._resting else None
+        if batch is None or not batch.members:
+            if not idle:
+                return None
+            batch = Batch(self.pool.page_size)
+        if idle:
+            last = next(reversed(batch.members.values())).order if batch.members else -1
+            if next(iter(idle.values())).order < last:
+                self._disband(batch)
+                batch = Batch(self.pool.page_size)
+                idle = self._idle
+            for held in idle.values():
+                batch.join(held)
+            idle.clear()
+        return batch
+
     def _gather(self, size: int) -> Batch:
         """A batch of at most ``size`` of those in no step: a resting one, where the oldest of them are its members."""
         resting = [batch for batch in self._resting if batch.members]
         self._resting.clear()
         if not resting:
-            return self._new_batch()
+            return Batch(self.pool.page_size)
         batch = resting[0]
         last = next(reversed(batch.members.values())).order
         if len(resting) > 1 or any(held.order < last for held in self._idle.values()):
-            batch = self._new_batch()
+            batch = Batch(self.pool.page_size)
             for other in resting:
                 self._disband(other)
         elif len(batch) > size:
@@ -283,9 +307,6 @@ class Scheduler(ABC):
             self._idle[held.id] = held
         self._idle = {held.id: held for held in in_order(list(self._idle.values()))}
 
-    def _new_batch(self) -> Batch:
-        return Batch(self.pool.page_size)
-
     def _make_room(self, batch: Batch) -> list[Held]:
         """Give each sequence of ``batch`` a page for its next token; preempt the youngest until there are enough.
 
@@ -297,7 +318,7 @@ class Scheduler(ABC):
             longer in ``batch``.
         """
         victims: list[Held] = []
-        while len(short := batch.short()) > self.pool.available:
+        while (short := batch.short()) and len(short) > self.pool.available:
             able = [held for held in self._running.values() if not held.in_step]
             if len(able) == 1 and self._flights:
                 self._disband(batch)
@@ -322,7 +343,7 @@ class Scheduler(ABC):
         flight = Flight(self._next_step, tuple(parts), batch)
         self._next_step += 1
         self._flights.append(flight)
-        return self._told(flight)
+        return BriefStep(flight.step_id, _features(flight)) if self._brief else self._told(flight)
 
     def _told(self, flight: Flight) -> BriefStep | RunStep:
         """The command that launches a flight."""
@@ -355,12 +376,12 @@ class Scheduler(ABC):
     def _decoded(self, batch: Batch, event: StepDone, commands: list[Command]) -> None:
         """Say what the members of a batch got from the step that has ended, and end those that are done."""
         done = {held.id: held for held in batch.ended()}
-        for held in batch.leaving:
-            done[held.id] = held
-        batch.leaving.clear()
-        for request_id in (*event.stopped, *event.failed):
-            if request_id in batch.members:
-                done[request_id] = batch.members[request_id]
+        if batch.leaving or event.stopped or event.failed:
+            done |= {held.id: held for held in batch.leaving}
+            done |= {id: batch.members[id] for id in (*event.stopped, *event.failed) if id in batch.members}
+            batch.leaving.clear()
+        if not done and self._brief:
+            return
         for held in in_order(list(done.values())) if self._brief else list(batch.members.values()):
             if held.id not in done:
                 commands.append(Emit(held.id))
@@ -405,21 +426,31 @@ class Scheduler(ABC):
         Returns:
             0 when no step is in flight, one computes prompts, or the very next StepDone decides something.
         """
+        if self._steady is None:
+            self._steady = self._find_horizon()
+        return self._steady
+
+    def _find_horizon(self) -> int:
         flights = self._flights
         if not flights or self._idle or any(self._resting):
             return 0
-        total = 0
-        for _, parts, batch in flights:
-            if parts or not batch or batch.leaving:
+        if self._depth == 1:
+            batch = flights[0].batch
+            if batch is None or flights[0].parts or batch.leaving or not batch.members:
                 return 0
-            total += len(batch)
-        if self._depth > 1:
-            share = -(-total // self._depth)
-            for _, _, batch in flights:
-                # a batch that is no equal share, or that two free places would split, is dealt anew
-                if not batch or len(batch) > share or (len(batch) > 1 and self._places):
-                    return 0
-        batches = [batch for _, _, batch in flights if batch]
+            most = batch.left() - 1
+            return pages_last((batch,), self.pool.available, most) if most else 0
+        total = 0
+        for flight in flights:
+            if flight.parts or not flight.batch or flight.batch.leaving:
+                return 0
+            total += len(flight.batch)
+        share = -(-total // self._depth)
+        batches = [flight.batch for flight in flights if flight.batch]
+        for batch in batches:
+            # a batch that is no equal share, or that two free places would split, is dealt anew
+            if len(batch) > share or (len(batch) > 1 and self._places):
+                return 0
         most = min(place + (batch.left() - 1) * len(batches) for place, batch in enumerate(batches))
         return pages_last(batches, self.pool.available, most) if most else 0
 
@@ -434,11 +465,12 @@ class Scheduler(ABC):
         horizon = self.horizon()
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
+        self._steady = horizon - k
         batches = [flight.batch for flight in self._flights if flight.batch]
-        count = len(batches)
+        count, grow = len(batches), self.pool.grow
         for event in range(k):
             for held in batches[event % count].due(event // count + 1):
-                self.pool.grow(held.table, 1)
+                grow(held.table, 1)
         emits: list[Command] = []
         for place, batch in enumerate(batches):
             steps = (k - place + count - 1) // count
@@ -453,22 +485,21 @@ class Scheduler(ABC):
 
 def _features(flight: Flight) -> StepFeatures:
     new = pairs = prefix = 0
-    for held, count in flight.parts:
-        new += count
-        pairs += count * count
-        prefix += count * held.sequence.computed
+    for part in flight.parts:
+        new += part.tokens
+        pairs += part.tokens * part.tokens
+        prefix += part.tokens * part.held.sequence.computed
     batch = flight.batch
     if batch is None:
         return StepFeatures(new, pairs, prefix)
     # each member also attends to the token that is fed in
-    return StepFeatures(new, pairs, prefix, len(batch), batch.tokens + len(batch))
+    return StepFeatures(new, pairs, prefix, len(batch.members), batch.tokens + len(batch.members))
 
 
 def _chunk(part: Part) -> Chunk:
-    held, count = part
-    start = held.sequence.computed
-    last = start + count == held.sequence.prompt_tokens
-    return Chunk(held.id, start, count, tuple(held.table.pages), last)
+    held, start = part.held, part.held.sequence.computed
+    last = start + part.tokens == held.sequence.prompt_tokens
+    return Chunk(held.id, start, part.tokens, tuple(held.table.pages), last)
 
 
 def decode_seq(held: Held) -> DecodeSeq:

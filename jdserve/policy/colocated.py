@@ -49,6 +49,7 @@ class ColocatedScheduler(Scheduler):
             ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
+        self._steady = None
         match event:
             case Arrived():
                 self._blocked = self._blocked and bool(self._queue)
@@ -63,13 +64,13 @@ class ColocatedScheduler(Scheduler):
         self._launch(commands)
         return commands
 
-    def horizon(self) -> int:
-        """As in every scheduler: prompts that wait are in the way, unless they were refused and nothing changes."""
+    def _find_horizon(self) -> int:
+        # prompts that wait are in the way, unless they were refused and nothing changes
         # with several stages the batches leave different parts of a token budget
         refused = self._blocked and self._depth == 1
         if self._prefilling or (self._queue and not refused):
             return 0
-        return super().horizon()
+        return super()._find_horizon()
 
     def _arrived(self, event: Arrived, commands: list[Command]) -> None:
         held = self._new_prompt(event, self._instance.prefix_cache)
@@ -84,11 +85,13 @@ class ColocatedScheduler(Scheduler):
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
         flight = self._step_ended(event)
-        for held, count in flight.parts:
+        for part in flight.parts:
+            held = part.held
             if held.id not in event.failed:
-                held.sequence.computed += count
+                held.sequence.computed += part.tokens
                 self._publish(held)
-        for held, _ in flight.parts:
+        for part in flight.parts:
+            held = part.held
             if held.cancelled:
                 del self._prefilling[held.id]
                 commands += self._end(held)

@@ -50,19 +50,22 @@ class DecodeScheduler(Scheduler):
             ValueError: KVReady with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
+        self._steady = None
         match event:
+            case StepDone():
+                self._step_done(event, commands)
             case KVReady():
                 self._kv_ready(event, commands)
             case KVLanded() | PullFailed():
                 self._pull_ended(event.request_id, isinstance(event, KVLanded), commands)
             case Cancelled():
                 self._cancelled(event.request_id, commands)
-            case StepDone():
-                self._step_done(event, commands)
             case _:
                 raise self._refuse(event)
-        self._launch(commands)
-        self._admit(commands)
+        if len(self._flights) < self._depth:
+            self._launch(commands)
+        if self._queue:
+            self._admit(commands)
         return commands
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
@@ -114,7 +117,7 @@ class DecodeScheduler(Scheduler):
                 if untold := self._untold(victim, 0):
                     commands.append(Emit(victim.id, untold))
                 commands += (Preempt(victim.id), *self._forget(victim.id))
-            if batch:
+            if batch.members:
                 commands.append(self._run(batch=batch))
             elif not victims:
                 return

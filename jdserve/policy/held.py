@@ -137,8 +137,11 @@ class Batch:
     def ended(self) -> list[Held]:
         """Members that have all their tokens, in order; asked once after each step."""
         found: list[Held] = []
-        while self.left() <= 0:
-            found.append(heapq.heappop(self._ends)[2])
+        ends, steps = self._ends, self.steps
+        while ends and ends[0][0] <= steps:
+            entry = heapq.heappop(ends)
+            if entry[2].end is entry:
+                found.append(entry[2])
         return found
 
     def left(self) -> int:
@@ -150,11 +153,15 @@ class Batch:
 
     def short(self) -> list[Held]:
         """Members that need a page before the next step can be launched."""
-        due = self._due.get(self.steps % self._page_size)
+        steps, size = self.steps, self._page_size
+        due = self._due.get(steps % size)
         if not due:
             return []
-        size = self._page_size
-        return [held for held in due.values() if held.computed == len(held.table) * size]
+        return [
+            held
+            for held in due.values()
+            if held.sequence.computed + steps - held.joined == len(held.table.pages) * size
+        ]
 
     def due(self, ahead: int) -> Iterable[Held]:
         """Members that need a page before the step ``ahead`` >= 1 steps after the one in flight can be launched."""
@@ -179,8 +186,9 @@ def pages_last(batches: Seq[Batch], available: int, most: int) -> int:
     together have floor(available / members) such stretches, and what is left lasts until more members than that are
     due.
     """
-    full, rest = divmod(available, sum(map(len, batches)))
     turns = len(batches)
+    members = len(batches[0].members) if turns == 1 else sum(len(batch.members) for batch in batches)
+    full, rest = divmod(available, members)
     steps = full * batches[0].page_size * turns
     if steps >= most:
         return most

@@ -49,18 +49,20 @@ class PrefillScheduler(Scheduler):
             ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
+        self._steady = None
         match event:
+            case StepDone():
+                self._step_done(event, commands)
             case Arrived():
                 self._arrived(event, commands)
             case Cancelled():
                 self._cancelled(event.request_id, commands)
-            case StepDone():
-                self._step_done(event, commands)
             case KVLanded() | LeaseExpired():
                 self._drop_parked(event.request_id, commands)
             case _:
                 raise self._refuse(event)
-        self._launch(commands)
+        if self._queue:
+            self._launch(commands)
         return commands
 
     def _arrived(self, event: Arrived, commands: list[Command]) -> None:
@@ -86,11 +88,13 @@ class PrefillScheduler(Scheduler):
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
         parts = self._step_ended(event).parts
-        for held, _ in parts:
+        for part in parts:
+            held = part.held
             if held.id not in event.failed:
                 held.sequence.computed = held.sequence.prompt_tokens
                 self._publish(held)
-        for held, _ in parts:
+        for part in parts:
+            held = part.held
             if held.cancelled:
                 commands += self._end(held)
                 continue

@@ -169,6 +169,9 @@ class Router:
             ValueError: Arrived with a known id, or an event names an instance that is not in the plan.
         """
         match event:
+            case KVReady() | KVLanded() | Finished() | PullFailed() | Preempted() | Cancelled():
+                request = self._requests.get(event.request_id)
+                commands = [] if request is None else self._about(request, event, now)
             case Arrived():
                 commands = self._arrived(event, now)
             case PeerFailed():
@@ -179,9 +182,6 @@ class Router:
                 commands = self._drain(event.instance, now)
             case Tick():
                 commands = self._place_stranded(now)
-            case KVReady() | KVLanded() | PullFailed() | Preempted() | Cancelled() | Finished():
-                request = self._requests.get(event.request_id)
-                commands = [] if request is None else self._about(request, event, now)
             case _:
                 raise TypeError(f"Router takes no {type(event).__name__}")
         return [*commands, *self._retired()] if self._anyone_leaves else commands

@@ -54,6 +54,7 @@ class Site:
         parked: requests whose KV waits here, and when they were parked.
         timer: the end of the oldest lease is on the heap.
         preempted: a preempted sequence goes back to the router.
+        jumps: steps that decide nothing are skipped here.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Site:
         "free",
         "hidden",
         "index",
+        "jumps",
         "launched",
         "lease",
         "machine",
@@ -76,7 +78,9 @@ class Site:
         "version",
     )
 
-    def __init__(self, index: int, instance: Instance, page_size: int, cost: StepCost, *, prefixes: bool) -> None:
+    def __init__(
+        self, index: int, instance: Instance, page_size: int, cost: StepCost, *, prefixes: bool, jump: bool
+    ) -> None:
         self.index = index
         self.name = instance.name
         # pages need no ids unless prompts share them
@@ -96,6 +100,7 @@ class Site:
         self.lease = round(instance.lease_s * FS) if isinstance(instance, PrefillInstance) else 0
         self.timer = False
         self.preempted = isinstance(instance, DecodeInstance)
+        self.jumps = jump and not isinstance(instance, PrefillInstance)
 
 
 class Loop:
@@ -113,14 +118,15 @@ class Loop:
         self._workload = workload
         self._router = router_for(plan)
         self._sites = {
-            instance.name: Site(index, instance, plan.page_size, costs[instance.name], prefixes=bool(workload.blocks))
+            instance.name: Site(
+                index, instance, plan.page_size, costs[instance.name], prefixes=bool(workload.blocks), jump=jump
+            )
             for index, instance in enumerate(plan.instances)
         }
         self._landing, self._arriving, self._leasing = (len(self._sites) + place for place in range(3))
         self._links = Links(network)
         self._prefixes = Prefixes(workload, plan.page_size)
         self._watch = None if verdict is None else Watch(verdict, workload)
-        self._jump = jump
         self._heap: list[tuple[int, int, int, Any]] = []
         self._posted = 0
         self._now = 0
@@ -141,7 +147,7 @@ class Loop:
         arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
         count, at = len(arrivals), 0
         while self._open and not (watch and watch.certain):
-            if at < count and (not heap or (arrivals[at], self._arriving) < heap[0]):
+            if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
                 self._now, self._rank = arrivals[at], self._arriving
                 self._turn += 1
                 at += 1
@@ -227,7 +233,7 @@ class Loop:
     def _watch_leases(self, site: Site) -> None:
         # one timer for the oldest is enough: leases of one instance are equally long
         later = next((since for since in site.parked.values() if since + site.lease > self._now), None)
-        if later is not None and not site.timer:
+        if later is not None:
             site.timer = True
             self._post(later + site.lease, self._leasing, site)
 
@@ -236,16 +242,15 @@ class Loop:
     def _ask_router(self, event: Event) -> None:
         self._events += 1
         for command in self._router.handle(event, self._now // FS_PER_NS):
-            match command:
-                case Dispatch(request_id, instance, source):
-                    self._dispatch(request_id, self._sites[instance], source)
-                case Release(request_id, instance):
-                    assert instance is not None
-                    self._inbox.append((self._sites[instance], Cancelled(request_id)))
-                case Reject(request_id, reason):
-                    self._reject(int(request_id), reason)
-                case _:
-                    raise AssertionError(command)
+            if isinstance(command, Dispatch):
+                self._dispatch(command.request_id, self._sites[command.instance], command.source)
+            elif isinstance(command, Release):
+                assert command.instance is not None
+                self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
+            elif isinstance(command, Reject):
+                self._reject(int(command.request_id), command.reason)
+            else:
+                raise AssertionError(command)
 
     def _dispatch(self, request_id: str, site: Site, source: str | None) -> None:
         index, work = int(request_id), self._workload
@@ -258,23 +263,24 @@ class Loop:
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
-        self._sync(site)
+        if site.hidden > 0 or site.untold:
+            self._sync(site)
         for command in site.machine.handle(event, self._now // FS_PER_NS):
-            kind = type(command)
-            if kind is BriefStep:
+            if isinstance(command, BriefStep):
                 self._launch(site, command)
-            elif kind is Emit:
+            elif isinstance(command, Emit):
                 self._emit(site, command)
-            elif kind is Release:
+            elif isinstance(command, Release):
                 site.parked.pop(command.request_id, None)
+            elif isinstance(command, Pull):
+                self._pull(site, self._sites[command.source], command.request_id, command.tokens)
             else:
                 self._obey(site, command)
-        self._schedule(site)
+        if site.flights:
+            self._schedule(site)
 
     def _obey(self, site: Site, command: Command) -> None:
         match command:
-            case Pull(request_id, source, tokens):
-                self._pull(site, self._sites[source], request_id, tokens)
             case Preempt(request_id):
                 if site.preempted:
                     index = int(request_id)
@@ -299,7 +305,8 @@ class Loop:
             self._inbox.append((None, Finished(emit.request_id)))
         elif emit.parked:
             site.parked[emit.request_id] = self._now
-            self._watch_leases(site)
+            if not site.timer:
+                self._watch_leases(site)
             got = self._generated[index]
             tokens, left = self._workload.inputs[index] + got - 1, self._workload.outputs[index] - got
             self._inbox.append((None, KVReady(emit.request_id, site.name, tokens, left)))
@@ -340,18 +347,13 @@ class Loop:
         """When a step that is launched at ``at`` has passed all stages, each of which takes one step at a time."""
         free, busy = site.free, site.busy
         for stage, took in enumerate(site.cost.stages(work)):
-            if free[stage] > at:
-                at = free[stage]
-            at += took
-            free[stage] = at
+            at = free[stage] = (at if at > free[stage] else free[stage]) + took
             busy[stage] += took
         return at
 
     def _schedule(self, site: Site) -> None:
         """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
-        if not site.flights:
-            return
-        hidden = site.machine.horizon() if self._jump else 0
+        hidden = site.machine.horizon() if site.jumps else 0
         if hidden == site.hidden:
             return
         site.hidden = hidden
@@ -417,6 +419,5 @@ class Loop:
 
 def later(features: StepFeatures, steps: int) -> StepFeatures:
     """What the decode step ``steps`` steps later does, with the same sequences."""
-    return StepFeatures(
-        decode_seqs=features.decode_seqs, decode_context=features.decode_context + steps * features.decode_seqs
-    )
+    seqs = features.decode_seqs
+    return StepFeatures(0, 0, 0, seqs, features.decode_context + steps * seqs)
