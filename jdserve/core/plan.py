@@ -73,10 +73,16 @@ class DecodeInstance(_Instance, frozen=True, kw_only=True, tag="decode"):
         max_num_seqs: largest batch.
         watermark: share of the pages that stays free when another sequence is admitted, so that those that run can
             grow before one must be preempted.
+        pull: ``"overlapped"`` pulls KV while steps run; ``"between_steps"`` begins pulls when a step has ended and
+            launches none until they have landed, as an engine does that waits for each copy in its step loop.
+        in_flight: most steps in flight, at most ``pp``; by default one per stage. With 1, all sequences decode in one
+            batch, and the other stages idle.
     """
 
     max_num_seqs: Positive
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    pull: Literal["overlapped", "between_steps"] = "overlapped"
+    in_flight: Positive | None = None
 
 
 class ColocatedInstance(_Instance, frozen=True, kw_only=True, tag="colocated"):
@@ -342,7 +348,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         _check_names("$.instances", [instance.name for instance in self.instances])
         _check_names("$.workers", [worker.name for worker in self.workers])
         self._check_roles()
-        self._check_pages()
+        self._check_limits()
         self._check_devices()
         self._check_transport()
         self._check_spanning()
@@ -360,7 +366,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if (PrefillInstance in roles) != (DecodeInstance in roles):
             raise InvalidPlan("$.instances", "prefill and decode instances need each other: one role is missing")
 
-    def _check_pages(self) -> None:
+    def _check_limits(self) -> None:
         needed = pages_for(self.max_model_len, self.page_size)
         for index, instance in enumerate(self.instances):
             if instance.pages < needed:
@@ -368,6 +374,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     f"$.instances[{index}].pages",
                     f"{instance.pages} pages of {self.page_size} tokens do not hold one request of max_model_len"
                     f" {self.max_model_len}: at least {needed} needed",
+                )
+            if isinstance(instance, DecodeInstance) and (instance.in_flight or 1) > instance.pp:
+                raise InvalidPlan(
+                    f"$.instances[{index}].in_flight",
+                    f"{instance.in_flight} is above pp {instance.pp}: a stage runs one step at a time",
                 )
             if isinstance(instance, ColocatedInstance) and instance.token_budget < instance.max_num_seqs:
                 raise InvalidPlan(

@@ -6,6 +6,8 @@ the pull, so nothing lands that there is no room for. When running sequences nee
 youngest is preempted; it comes back with a longer prompt after it was prefilled again.
 
 With pipeline stages the sequences are dealt to one step per stage, all of them in flight at a time.
+
+Pulls overlap with steps, unless the plan says that they happen between steps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class DecodeScheduler(Scheduler):
     def __init__(
         self, instance: DecodeInstance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
     ) -> None:
-        super().__init__(pool or PagePool(instance.pages, page_size), instance.pp, brief)
+        super().__init__(pool or PagePool(instance.pages, page_size), instance.in_flight or instance.pp, brief)
+        self._between_steps = instance.pull == "between_steps"
         self._max_num_seqs = instance.max_num_seqs
         self._spare = watermark_pages(instance.watermark, instance.pages)
         self._pulling: dict[str, Held] = {}
@@ -62,11 +65,23 @@ class DecodeScheduler(Scheduler):
                 self._cancelled(event.request_id, commands)
             case _:
                 raise self._refuse(event)
+        if self._between_steps:
+            if self._pulling or not self._flights or isinstance(event, StepDone):
+                self._admit(commands)
+            if not self._pulling:
+                self._launch(commands)
+            return commands
         if len(self._flights) < self._depth:
             self._launch(commands)
         if self._queue:
             self._admit(commands)
         return commands
+
+    def _find_horizon(self) -> int:
+        # between steps, what came while one ran is pulled at its end
+        if self._between_steps and (self._pulling or self._admissible() is not None):
+            return 0
+        return super()._find_horizon()
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
         if event.prompt_tokens < 1 or event.max_new_tokens < 1:
@@ -123,16 +138,22 @@ class DecodeScheduler(Scheduler):
                 return
 
     def _admit(self, commands: list[Command]) -> None:
-        while self._queue and len(self._running) + len(self._pulling) + self._leaving < self._max_num_seqs:
-            held = next(iter(self._queue.values()))
-            if held.id in self._pulling:
-                break  # an abandoned pull of the same request must end first
-            # the next step writes the KV of the token that prefill sampled
-            count = pages_for(held.sequence.prompt_tokens + 1, self.pool.page_size)
-            spare = self._spare if self._running or self._pulling else 0
-            if count > self.pool.available - spare:
-                break
-            held.table = self.pool.reserve(count)
+        while (held := self._admissible()) is not None:
+            held.table = self.pool.reserve(self._needed(held))
             self._leave_queue(held, State.PULLING)
             self._pulling[held.id] = held
             commands.append(Pull(held.id, held.source, held.sequence.prompt_tokens, self._ids(held)))
+
+    def _admissible(self) -> Held | None:
+        """The head of the queue, if it can be pulled now."""
+        if not self._queue or len(self._running) + len(self._pulling) + self._leaving >= self._max_num_seqs:
+            return None
+        held = next(iter(self._queue.values()))
+        if held.id in self._pulling:
+            return None  # an abandoned pull of the same request must end first
+        spare = self._spare if self._running or self._pulling else 0
+        return held if self._needed(held) <= self.pool.available - spare else None
+
+    def _needed(self, held: Held) -> int:
+        # the next step writes the KV of the token that prefill sampled
+        return pages_for(held.sequence.prompt_tokens + 1, self.pool.page_size)

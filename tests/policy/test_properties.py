@@ -19,6 +19,7 @@ from policy.harness import Harness, step_ids
 
 SEEDS = st.integers(0, 2**32 - 1)
 STAGES = (1, 1, 2, 3)
+PULLS = ("overlapped", "overlapped", "between_steps")
 
 
 def _prefill(name: str, rng: random.Random, size: int) -> PrefillInstance:
@@ -34,12 +35,15 @@ def _prefill(name: str, rng: random.Random, size: int) -> PrefillInstance:
 
 
 def _decode(name: str, rng: random.Random, size: int) -> DecodeInstance:
+    pp = rng.choice(STAGES)
     return DecodeInstance(
         name=name,
-        pp=rng.choice(STAGES),
+        pp=pp,
         pages=rng.randint(48, 90) // size,
         max_num_seqs=rng.randint(1, 8),
         watermark=rng.choice((0.0, 0.0, 0.2)),
+        pull=rng.choice(PULLS),
+        in_flight=rng.choice((None, rng.randint(1, pp))),
     )
 
 
@@ -181,8 +185,15 @@ def _snapshot(machine: DecodeScheduler) -> object:
 def _random_decode(rng: random.Random) -> DecodeScheduler:
     size = rng.choice((1, 2, 3, 4, 16))
     pages = rng.randint(8, 120)
+    pp = rng.choice(STAGES)
     instance = DecodeInstance(
-        name="d", pp=rng.choice(STAGES), pages=pages, max_num_seqs=rng.randint(1, 10), watermark=rng.choice((0.0, 0.1))
+        name="d",
+        pp=pp,
+        pages=pages,
+        max_num_seqs=rng.randint(1, 10),
+        watermark=rng.choice((0.0, 0.1)),
+        pull=rng.choice(PULLS),
+        in_flight=rng.choice((None, rng.randint(1, pp))),
     )
     machine = DecodeScheduler(instance, size)
     pulling: list[str] = []

@@ -63,6 +63,28 @@ def test_what_is_idle_fills_all_free_places() -> None:
     assert [len(flight.batch) for flight in machine._flights] == [1, 2, 1, 1]
 
 
+def test_one_step_in_flight_takes_all() -> None:
+    machine = decode(in_flight=1)
+    launched = [steps(land(machine, id)) for id in "abc"]
+    assert launched == [["a"], [], []]
+    assert steps(machine.handle(StepDone(0), 1)) == ["a b c"]
+    assert machine.horizon() == 48
+
+
+def test_no_batch_is_launched_while_another_waits_for_its_pull() -> None:
+    machine = decode(pull="between_steps")
+    land(machine, "a")
+    assert machine.handle(KVReady("b", "p", 4, 50), 1) == []
+    assert isinstance(machine.handle(StepDone(0), 2)[-1], Pull)
+    assert machine.horizon() == 0
+    assert steps(machine.handle(KVLanded("b"), 3)) == ["a", "b"]
+    assert machine.handle(KVReady("c", "p", 4, 50), 4) == []
+    (_, pull) = machine.handle(StepDone(1), 5)
+    assert isinstance(pull, Pull)
+    assert steps(machine.handle(StepDone(2), 6)) == [], "a and b wait for c"
+    assert steps(machine.handle(KVLanded("c"), 7)) == ["a b", "c"]
+
+
 def test_steps_end_in_order() -> None:
     machine = decode()
     for id in "ab":

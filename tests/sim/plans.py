@@ -69,10 +69,13 @@ def random_plan(rng: random.Random) -> Plan:
                 )
             )
         for index in range(rng.randint(1, 2)):
+            pp = rng.choice(stages)
             instances.append(
                 DecodeInstance(
                     name=f"d{index}",
-                    pp=rng.choice(stages),
+                    pp=pp,
+                    pull=rng.choice(("overlapped", "overlapped", "between_steps")),
+                    in_flight=rng.choice((None, rng.randint(1, pp))),
                     pages=rng.randint(48, 120) // size,
                     max_num_seqs=rng.randint(1, 8),
                     watermark=rng.choice((0.0, 0.0, 0.2)),
