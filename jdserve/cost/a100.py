@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+import msgspec
+
 from jdserve.core.plan import Role
 from jdserve.core.steptime import StepTime
 from jdserve.cost.latency import Unmeasured, both, linearised
@@ -20,6 +22,33 @@ from jdserve.cost.stepcost import Coefficients, Linear, Phased, StepCost, Switch
 Engine = Literal["distserve", "vllm"]
 
 A100_MODELS = ("opt-13b", "opt-66b", "opt-175b")
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """What an engine adds to the measured steps; by default, what the simulator of the reference engine adds.
+
+    Attributes:
+        stage_s: seconds in each stage, times the number of stages.
+        first_s: seconds in the first stage: the driver's calls.
+        new_token_s, context_s, seq_s: seconds in the first stage per prompt token, per token of context that decoding
+            reads, and per decoding sequence.
+        prefill_s: more seconds in the first stage of steps that prefill.
+        prefill, decode: factors on the measured times.
+    """
+
+    stage_s: float = 1e-3
+    first_s: float = 2e-3
+    new_token_s: float = 1e-7
+    context_s: float = 1e-7
+    seq_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+REFERENCE = Overhead()
+
+NO_OVERHEAD = Overhead(stage_s=0.0, first_s=0.0, new_token_s=0.0, context_s=0.0)
 
 
 @cache
@@ -45,22 +74,26 @@ class A100Profile:
     """Step times of an OPT model on A100s.
 
     Prefill T = a + b sum(l) + c sum(l^2), decode T = a + b sum(context) + c batch with one fit below and one from a
-    batch size on. Stages share T evenly. The engine adds 1 ms times the number of stages to each stage, and to the
-    first one 2 ms and 1e-4 ms per token of context. Tensor-parallel degrees between measured ones are interpolated
-    linearly in 1 / tp.
+    batch size on. Stages share T evenly; the engine adds its overhead. Tensor-parallel degrees between measured ones
+    are interpolated linearly in 1 / tp.
 
     Args:
         model: one of :data:`A100_MODELS`.
         engine: whose measurements.
         calibrated: with the factors that its authors put on their raw measurements; not there for opt-175b.
-        overhead: add what the reference engine adds.
+        overhead: what the engine adds.
 
     Raises:
         Unmeasured: no such model.
     """
 
     def __init__(
-        self, model: str, engine: Engine = "distserve", *, calibrated: bool | None = None, overhead: bool = True
+        self,
+        model: str,
+        engine: Engine = "distserve",
+        *,
+        calibrated: bool | None = None,
+        overhead: Overhead = REFERENCE,
     ) -> None:
         head, raw = f"{engine}_head_calibrated", f"{engine}_raw_fit_incl_175b"
         name = f"facebook/{model}"
@@ -99,23 +132,27 @@ class A100Profile:
         return a, b, c
 
     def _prefill(self, tp: int) -> StepTime:
-        a, b, c = self._coefficients("prefill", tp)
+        a, b, c = (value * self._overhead.prefill for value in self._coefficients("prefill", tp))
         return StepTime(a, b, c, 2 * c)  # the pairs of a chunk and its prefix, in what a whole prompt would take
 
     def _decode(self, tp: int, kind: str) -> StepTime:
-        a, b, c = self._coefficients(kind, tp)
+        a, b, c = (value * self._overhead.decode for value in self._coefficients(kind, tp))
         return StepTime(a, per_decode_seq=c, per_context_token=b)
 
     def _linear(self, time: StepTime, pp: int) -> Linear:
-        stage = Coefficients.of(time, 1 / pp)
-        if not self._overhead:
-            return Linear(stage, pp)
-        ray = Coefficients.of(
-            StepTime(2e-3, per_new_token=1e-7, per_context_token=1e-7 if time.per_context_token else 0.0)
+        added = self._overhead
+        prefills, decodes = time.per_new_token > 0, time.per_context_token > 0
+        stage = Coefficients.of(time, 1 / pp).plus(Coefficients.of(StepTime(added.stage_s * pp)))
+        first = StepTime(
+            added.first_s + (added.prefill_s if prefills else 0.0),
+            added.new_token_s if prefills else 0.0,
+            per_decode_seq=added.seq_s if decodes else 0.0,
+            per_context_token=added.context_s if decodes else 0.0,
         )
-        if time.per_context_token:  # the context without the token that is fed in
-            ray = ray._replace(decode_seq=-ray.context_token)
-        return Linear(stage.plus(Coefficients.of(StepTime(1e-3 * pp))), pp, ray)
+        driver = Coefficients.of(first)
+        # the context without the token that is fed in
+        driver = driver._replace(decode_seq=driver.decode_seq - driver.context_token)
+        return Linear(stage, pp, driver)
 
     def cost(self, role: Role, tp: int, pp: int) -> StepCost:
         """See :class:`~jdserve.cost.latency.LatencyModel`."""

@@ -10,7 +10,7 @@ from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import Role
 from jdserve.core.profile import Profile, ProfileRow
 from jdserve.core.steptime import StepFeatures, StepTime
-from jdserve.cost.a100 import A100_MODELS, A100Profile, a100_kv_tokens
+from jdserve.cost.a100 import A100_MODELS, NO_OVERHEAD, A100Profile, Overhead, a100_kv_tokens
 from jdserve.cost.cluster import Cluster
 from jdserve.cost.fit import fit_steps, nonnegative_least_squares
 from jdserve.cost.fitted import FittedModel
@@ -183,7 +183,7 @@ def test_stages_that_were_not_measured_share_what_was() -> None:
 
 def test_paper_model_of_measured_steps() -> None:
     spec = model("opt-13b")
-    real = A100Profile("opt-13b", overhead=False)
+    real = A100Profile("opt-13b", overhead=NO_OVERHEAD)
     prompts = [StepFeatures.of([(0, n)]) for n in (64, 256, 512, 1024, 2048)]
     batches = [StepFeatures(decode_seqs=b, decode_context=b * c) for b in (8, 32, 64) for c in (128, 512)]
 
@@ -210,6 +210,22 @@ def test_a100_profile_evaluates_the_formula_of_its_authors() -> None:
         f = StepFeatures(decode_seqs=batch, decode_context=batch * 401)  # 400 tokens and the one fed in
         ms = a + b * batch * 401 + c * batch + 1 + 2 + 1e-4 * batch * 400
         assert a100.cost("decode", 1, 1).stages(f)[0] / 1e12 == pytest.approx(ms, rel=1e-9)
+
+
+def test_an_overhead_of_its_own_is_added_to_what_was_measured() -> None:
+    own = Overhead(first_s=0.5, new_token_s=0.0, context_s=0.25, seq_s=0.125, prefill_s=4.0, prefill=2.0, decode=3.0)
+    plain, changed = (A100Profile("opt-13b", overhead=added) for added in (NO_OVERHEAD, own))
+    prompts, batch = StepFeatures.of([(0, 9), (0, 4)]), StepFeatures.of([], [5, 6, 7])
+
+    def seconds(model: A100Profile, role: Role, f: StepFeatures) -> float:
+        return sum(model.cost(role, 1, 1).stages(f)) / FS
+
+    expected = 2 * seconds(plain, "prefill", prompts) + 1e-3 + 0.5 + 4
+    assert seconds(changed, "prefill", prompts) == pytest.approx(expected)
+    assert seconds(changed, "colocated", prompts) == pytest.approx(expected)
+    expected = 3 * seconds(plain, "decode", batch) + 1e-3 + 0.5 + 3 * 0.125 + (4 + 5 + 6) * 0.25
+    assert seconds(changed, "decode", batch) == pytest.approx(expected)
+    assert seconds(changed, "colocated", batch) == pytest.approx(expected)
 
 
 def test_a100_profile_interpolates_tensor_parallelism() -> None:
