@@ -180,7 +180,8 @@ class Bounds:
         slo = self._job.slo
         first, last = self._ends(unit)
         ttft, tpot = self._time(first, "prefill"), self._time(last, "decode")
-        met = (ttft <= slo.ttft_s * MARGIN) & (tpot <= slo.tpot_s * MARGIN)
+        least = self._job.sample.least
+        met = (ttft[:least] <= slo.ttft_s * MARGIN) & (tpot[:least] <= slo.tpot_s * MARGIN)
         return Alone(float(met.mean()), float(np.median(ttft)), float(np.median(tpot)))
 
     def capacity(self, unit: Unit) -> float:
@@ -204,7 +205,7 @@ class Bounds:
         """Share of requests that meet the latency of the phase of ``part`` alone."""
         slo = self._job.slo
         kind, limit = ("prefill", slo.ttft_s) if part.role == "prefill" else ("decode", slo.tpot_s)
-        return float((self._time(part, kind) <= limit * MARGIN).mean())
+        return float((self._time(part, kind)[: self._job.sample.least] <= limit * MARGIN).mean())
 
     def part_capacity(self, part: Part) -> float:
         """As :meth:`capacity`, of one phase."""
@@ -274,13 +275,13 @@ def capacity(job: Job, phase: Phase) -> float:
 
 def _could(job: Job, phase: Phase, rate: float) -> bool:
     """Whether the work that must be done by each of a few moments fits before it."""
-    arrivals = job.sample.arrivals_s / rate
-    due = arrivals + phase.patience
-    count = len(due)
+    count = min(job.count(rate), len(phase.work))
+    arrivals = job.sample.arrivals_s[:count] / rate
+    due = arrivals + phase.patience[:count]
     spare = count - needed(job.slo.attainment, count)  # so many may miss: the ones that would cost most
     ordered = np.sort(due)
     for moment in ordered[np.linspace(count // DEADLINES, count - 1, DEADLINES).astype(int)]:
-        work = np.sort(phase.work[due <= moment])
+        work = np.sort(phase.work[:count][due <= moment])
         least = work[: max(len(work) - spare, 0)].sum()
         if not least <= phase.servers * (moment - arrivals[0]):
             return False

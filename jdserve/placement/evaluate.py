@@ -17,7 +17,6 @@ from jdserve.core.request import SLO
 from jdserve.placement.compose import Composed
 from jdserve.placement.job import Job
 from jdserve.sim.attainment import Attainment, attainment, needed
-from jdserve.sim.goodput import SPAN
 from jdserve.sim.result import SimResult
 from jdserve.sim.simulate import simulate
 from jdserve.sim.verdict import Verdict
@@ -27,9 +26,6 @@ Scope = Literal["both", "prefill", "decode"]
 
 LOWEST = 1e-6
 """Requests per second below which a plan is said to carry none."""
-
-GROWTH = 50
-"""A run has at most this many times the requests that the job asks for."""
 
 
 STRIDE = 8
@@ -82,8 +78,7 @@ class Evaluator:
             times: so many times the requests.
         """
         job = self._job
-        least = job.requests * times
-        count = max(least, math.ceil(min(rate * SPAN * job.slo.ttft_s, GROWTH * least)))
+        count = job.count(rate) * times
         work = job.source.at(rate, count)
         if scope == "prefill":
             work = _prompts_only(work)
@@ -99,9 +94,9 @@ class Evaluator:
             return SLO(slo.ttft_s, 1e9, slo.attainment)
         return SLO(1e9, slo.tpot_s, slo.attainment) if scope == "decode" else slo
 
-    def passes(self, what: Composed, rate: float, scope: Scope = "both") -> bool:
+    def passes(self, what: Composed, rate: float, scope: Scope = "both", times: int = 1) -> bool:
         """Whether enough requests meet the SLO at ``rate``."""
-        result = self.run(what, rate, scope, certain=True)
+        result = self.run(what, rate, scope, certain=True, times=times)
         return int(result.met(self.slo(scope)).sum()) >= needed(self._job.slo.attainment, len(result))
 
     def attainment(self, what: Composed, rate: float, times: int = 1) -> Attainment:
@@ -109,7 +104,7 @@ class Evaluator:
         return attainment(self.run(what, rate, times=times).met(self._job.slo).tolist())
 
     def highest(
-        self, what: Composed, scope: Scope, low: int | None, limit: float, start: int | None = None
+        self, what: Composed, scope: Scope, low: int | None, limit: float, start: int | None = None, times: int = 1
     ) -> int | None:
         """The highest grid step at which ``what`` passes, None where it passes at none.
 
@@ -119,9 +114,10 @@ class Evaluator:
             low: a step that is known to pass.
             limit: a rate that cannot pass; infinite where none is known.
             start: a step to begin with, where none is known to pass.
+            times: as for :meth:`run`.
         """
         return highest(
-            lambda step: self.passes(what, self.rate(step), scope),
+            lambda step: self.passes(what, self.rate(step), scope, times),
             low,
             None if math.isinf(limit) else self.below(limit) + 1,
             self.lowest,

@@ -23,12 +23,9 @@ from jdserve.placement.compose import Composed, compose
 from jdserve.placement.job import Job
 from jdserve.placement.layout import NoRoom
 from jdserve.placement.result import Entry, Option
-from jdserve.placement.runner import Runner
+from jdserve.placement.runner import Runner, Task
 from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, tournament
 from jdserve.sim.attainment import Attainment, attainment, needed
-
-CONFIRM = 4
-"""The plan that is handed over is simulated with so many times the requests of a search."""
 
 Reach = Literal["any", "host"]
 
@@ -120,8 +117,35 @@ class Families:
 
     def contest(self, family: Family, units: Iterable[Unit]) -> list[Contestant]:
         """The units that a request alone does not rule out."""
+        able = self._able(family, units)
+        prefill = {} if self._exhaustive or family == "colocated" else self._prefill_limits(able)
+        contestants: list[Contestant] = []
+        for unit in able:
+            bound, guess, why = self.bounds.capacity(unit), self.bounds.guess(unit), "at best batching, without queues"
+            alone = prefill.get(unit.parts[0], math.inf)
+            if alone < bound:
+                bound, why = alone, "its prefill by itself"
+            contestants.append(Contestant(unit, family, unit.label, unit.devices, bound, why, min(guess, alone)))
+        return contestants
+
+    def _prefill_limits(self, units: Iterable[Unit]) -> dict[Part, float]:
+        """Rates at which prefill instances by themselves miss the TTFT: no decode instance makes up for that."""
+        parts = list(dict.fromkeys(unit.parts[0] for unit in units))
+        tasks = [
+            Task(part, True, None, self.bounds.part_capacity(part), self._evaluator.below(self.bounds.part_guess(part)))
+            for part in parts
+            if self.bounds.part_guess(part) > 0
+        ]
+        answers = self._runner.answer(tasks)
+        return {
+            task.what: 0.0 if step is None else self._evaluator.rate(step + 1)
+            for task, step in zip(tasks, answers, strict=True)
+            if isinstance(task.what, Part)
+        }
+
+    def _able(self, family: Family, units: Iterable[Unit]) -> list[Unit]:
         target = self._job.slo.attainment
-        able: list[Contestant] = []
+        able: list[Unit] = []
         for unit in units:
             alone = self.bounds.alone(unit)
             if alone.share < target:
@@ -133,8 +157,7 @@ class Families:
                     f" TPOT {alone.tpot_s:.3g} s",
                 )
             else:
-                bound, guess = self.bounds.capacity(unit), self.bounds.guess(unit)
-                able.append(Contestant(unit, family, unit.label, unit.devices, bound, guess))
+                able.append(unit)
         return able
 
     def best_unit(self, family: Family) -> Choice | None:
@@ -173,7 +196,8 @@ class Families:
                     self._skip("high", part.label, part.devices, why)
                     continue
                 bound, guess = self.bounds.part_capacity(part), self.bounds.part_guess(part)
-                contestants.append(Contestant(part, "high", part.label, part.devices, bound, guess))
+                why = "at best batching, without queues"
+                contestants.append(Contestant(part, "high", part.label, part.devices, bound, why, guess))
             # each phase by itself is after goodput per device, whatever the rate
             goal = PerDevice(self._evaluator)
             outcome = tournament(self._runner, goal, contestants, self._exhaustive, self._told(f"Algorithm 1, {role}"))
@@ -242,7 +266,7 @@ class Families:
                     self._skip(family, _label(composed), composed.devices, "together it misses the SLO at any rate")
                     return None
                 at = evaluator.rate(step)
-                found = evaluator.attainment(composed, at, CONFIRM)
+                found = evaluator.attainment(composed, at)
                 return Choice(_option(family, composed, at, found, found, 0, at, phases), composed)
             before, first = evaluator.attainment(composed, rate), counts
             composed, counts, after = self._adjust(make, counts, rate)
@@ -270,7 +294,7 @@ class Families:
                     counts = fewer
         while True:
             composed = make(counts)
-            result = evaluator.run(composed, rate, times=CONFIRM)
+            result = evaluator.run(composed, rate, times=self._job.confirm)
             met = result.met(slo)
             if int(met.sum()) >= needed(slo.attainment, len(met)):
                 return composed, counts, attainment(met.tolist())

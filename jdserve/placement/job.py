@@ -26,6 +26,16 @@ ROUND_UP = 1024
 """The longest request of a plan is rounded up to a multiple of this many tokens, where the model allows it."""
 
 
+WAITS, LIVES = 20, 3
+"""A run lasts at least so many TTFTs, and so many times as long as the SLO lets a mean request live."""
+
+GROWTH = 50
+"""A run has at most this many times the requests that the job asks for."""
+
+BOUNDED = 4
+"""Bounds look at so many times the requests that the job asks for, where runs are longer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A model, machines, a workload and what its requests must meet.
@@ -46,6 +56,8 @@ class Job:
         max_num_seqs: largest decode batch that is considered.
         max_batch: most prompts in one prefill step.
         requests: simulated per rate, at least.
+        steady: simulate more where that is too short for queues to show; see :meth:`count`.
+        confirm: the plan that is handed over is simulated with so many times the requests.
         tolerance: two rates this close count as one.
         kv_tokens: measured KV capacity by (tp, pp), instead of what the memory model says.
         link_share: share of the nominal bandwidth that a transfer of KV gets.
@@ -66,6 +78,8 @@ class Job:
     max_num_seqs: int = 256
     max_batch: int = 64
     requests: int = 1000
+    steady: bool = True
+    confirm: int = 4
     tolerance: float = 0.02
     kv_tokens: Mapping[tuple[int, int], int] | None = field(default=None, hash=False)
     link_share: float = 0.8
@@ -77,26 +91,40 @@ class Job:
             raise InvalidWorkload(f"devices: must be at least 1, got {self.devices}")
         if not 0 < self.tolerance < 1:
             raise InvalidWorkload(f"tolerance: must be between 0 and 1, got {self.tolerance}")
-        for name in ("page_size", "max_num_seqs", "max_batch", "requests", "max_model_len"):
+        for name in ("page_size", "max_num_seqs", "max_batch", "requests", "confirm", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidWorkload(f"{name}: must be at least 1, got {getattr(self, name)}")
 
     @cached_property
     def sample(self) -> Sample:
-        """The requests of one run, at one per second."""
-        return Sample(self.source.at(1.0, self.requests))
+        """The requests of the longest run that bounds look at, the first ones of which are those of every run."""
+        return Sample(self.source.at(1.0, self.requests * (BOUNDED if self.steady else 1)), self.requests)
+
+    def count(self, rate: float) -> int:
+        """Requests of a run at ``rate``.
+
+        An overloaded plan must have the time to show that it is: a run lasts a few of the longest waits for a first
+        token that the SLO allows, and a few of the times that a mean request may be there.
+        """
+        if not self.steady:
+            return self.requests
+        slo = self.slo
+        life = slo.ttft_s + slo.tpot_s * self.sample.mean_output
+        return max(self.requests, math.ceil(min(rate * max(WAITS * slo.ttft_s, LIVES * life), GROWTH * self.requests)))
 
 
 class Sample:
-    """Figures of the requests of a run at rate 1.
+    """Figures of the first requests, at rate 1.
 
     Attributes:
+        least: how many of them every run has.
         arrivals_s: in seconds; those at rate r are r times earlier. Shape [requests].
         inputs, outputs: tokens. Shape [requests].
         fresh: prompt tokens that even a cache of all earlier prompts would not save. Shape [requests].
     """
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, least: int) -> None:
+        self.least = least
         self.arrivals_s: Floats = np.array(work.arrivals, dtype=float) / 1e15
         self.inputs: Floats = np.array(work.inputs, dtype=float)
         self.outputs: Floats = np.array(work.outputs, dtype=float)
@@ -107,6 +135,11 @@ class Sample:
     def mean_input(self) -> float:
         """Mean prompt tokens."""
         return float(self.inputs.mean())
+
+    @property
+    def mean_output(self) -> float:
+        """Mean output tokens."""
+        return float(self.outputs.mean())
 
     @property
     def mean_context(self) -> float:

@@ -28,7 +28,7 @@ from jdserve.cost.roofline import RooflineModel
 from jdserve.placement.affinity import affinity, overloaded, request_bytes
 from jdserve.placement.candidates import Family, Part, Unit
 from jdserve.placement.compose import Composed, compose
-from jdserve.placement.families import CONFIRM, Choice, Families, Progress
+from jdserve.placement.families import Choice, Families, Progress
 from jdserve.placement.job import Job, model_len, within
 from jdserve.placement.layout import LinkLoad, link_loads
 from jdserve.placement.result import Affinity, Entry, Nearest, SearchResult
@@ -62,6 +62,8 @@ def search(
     max_num_seqs: int = 256,
     kv_tokens: Mapping[tuple[int, int], int] | None = None,
     requests: int = 1000,
+    steady: bool = True,
+    confirm: int = 4,
     tolerance: float = 0.02,
     seed: int = 0,
     workers: int | None = None,
@@ -91,6 +93,8 @@ def search(
         max_num_seqs: largest decode batch that is considered.
         kv_tokens: measured KV capacity by (tp, pp), instead of the memory model.
         requests: simulated per rate, at least.
+        steady: simulate more at rates at which so many are over before an overload shows.
+        confirm: the plan that is handed over is simulated with so many times the requests.
         tolerance: goodputs this close count as equal.
         seed: of lengths and arrivals of a trace.
         workers: processes; by default one per core once the search is large.
@@ -129,6 +133,8 @@ def search(
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         requests=requests,
+        steady=steady,
+        confirm=confirm,
         tolerance=tolerance,
         kv_tokens=kv_tokens,
     )
@@ -181,6 +187,8 @@ class _Search:
         choices, found = self._choices(found)
         if not choices:
             return self._infeasible(found)
+        if not self._job.rate:
+            choices = [self._confirmed(choice) for choice in choices]
         choices.sort(key=self._order)
         return self._answer(found, choices)
 
@@ -225,12 +233,9 @@ class _Search:
 
     def _answer(self, found: Affinity, choices: list[Choice]) -> SearchResult:
         job, evaluator = self._job, self._runner.tools.evaluator
-        composed, option = choices[0].composed, choices[0].option
+        composed, option = self._confirmed(choices[0]) if job.rate else choices[0]
         rate = option.rate
-        if option.goodput is None:
-            step = evaluator.highest(composed, "both", evaluator.below(rate), math.inf)
-            option = msgspec.structs.replace(option, goodput=None if step is None else max(evaluator.rate(step), rate))
-        shown = evaluator.run(composed, rate, times=CONFIRM)
+        shown = evaluator.run(composed, rate, times=job.confirm)
         plan = self._finished(composed.plan, shown, rate, option.goodput)
         loads = self._loads(composed, rate)
         workers = [sum(len(stage.devices) for stage in worker.stages) for worker in plan.workers]
@@ -249,6 +254,19 @@ class _Search:
             latency=job.latency.name,
             runs=self._runner.runs,
         )
+
+    def _confirmed(self, choice: Choice) -> Choice:
+        """The goodput once more, of longer runs: what a search finds is the best of many, and so a little lucky."""
+        job, evaluator, option = self._job, self._runner.tools.evaluator, choice.option
+        start = evaluator.below(option.goodput or option.rate)
+        step = evaluator.highest(choice.composed, "both", None, math.inf, start, job.confirm)
+        goodput = 0.0 if step is None else evaluator.rate(step)
+        if job.rate:  # the rate itself was confirmed before, if between two steps of the grid
+            return choice._replace(option=msgspec.structs.replace(option, goodput=max(goodput, option.rate)))
+        rate = goodput or evaluator.rate(evaluator.lowest)
+        seen = evaluator.attainment(choice.composed, rate, job.confirm)
+        option = msgspec.structs.replace(option, rate=rate, goodput=goodput, attainment=seen)
+        return choice._replace(option=option)
 
     def _why(self, label: str, devices: int, rate: float) -> str:
         if self._job.rate:

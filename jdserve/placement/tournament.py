@@ -28,6 +28,7 @@ class Contestant(NamedTuple):
         what: a unit, or one instance of a phase.
         family, label, devices: see :class:`~jdserve.placement.result.Entry`.
         bound: rate that it cannot go beyond; infinite where unknown.
+        why: what it cannot go beyond.
         guess: about its goodput; the most promising ones are tried first.
     """
 
@@ -36,6 +37,7 @@ class Contestant(NamedTuple):
     label: str
     devices: int
     bound: float
+    why: str
     guess: float
 
 
@@ -207,10 +209,9 @@ class Tournament:
             one, wanted = self._all[n], self._needs(n)
             if wanted is None:
                 self._reasons[n] = f"one unit has {one.devices} devices, which is too many to win"
-            elif self._evaluator.rate(wanted) > one.bound:
+            elif self._evaluator.rate(wanted) >= one.bound:
                 self._reasons[n] = (
-                    f"cannot go beyond {one.bound:.3g} req/s at best batching and without queues, needs"
-                    f" {self._means(n, wanted)} to win"
+                    f"cannot go beyond {one.bound:.3g} req/s ({one.why}), needs {self._means(n, wanted)} to win"
                 )
             elif wanted == self._evaluator.lowest:
                 self._measure([n], {})
