@@ -233,7 +233,7 @@ class _Search:
 
     def _answer(self, found: Affinity, choices: list[Choice]) -> SearchResult:
         job, evaluator = self._job, self._runner.tools.evaluator
-        composed, option = self._confirmed(choices[0]) if job.rate else choices[0]
+        option, composed = self._confirmed(choices[0]) if job.rate else choices[0]
         rate = option.rate
         shown = evaluator.run(composed, rate, times=job.confirm)
         plan = self._finished(composed.plan, shown, rate, option.goodput)
