@@ -249,6 +249,12 @@ class PageCount(PagePool):
         self._owned += count
         table.pages = range(len(table.pages) + count)
 
+    def take(self, count: int) -> None:
+        """Hand out ``count`` pages to tables that will be told later (see ``policy/held.py``)."""
+        if count > self.total - self._owned:
+            raise OutOfPages(f"{count} pages needed, {self.available} of {self.total} available")
+        self._owned += count
+
     def publish(self, table: BlockTable, hashes: Seq[bytes]) -> None:
         """Nothing: pages have no content."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import msgspec
 
 from jdserve.core.errors import OutOfPages
-from jdserve.core.pages import PagePool, pages_for
+from jdserve.core.pages import PageCount, PagePool, pages_for
 from jdserve.core.request import Sequence, State
 from jdserve.core.steptime import StepFeatures
 from jdserve.policy.commands import BriefStep, Chunk, Command, DecodeSeq, Emit, Release, RunStep
@@ -78,7 +78,7 @@ class Scheduler(ABC):
         self.pool = pool
         self.preemptions = 0
         self._brief = brief
-        self._queue: OrderedDict[str, Held] = OrderedDict()
+        self._queue: dict[str, Held] = {}
         self._running: dict[str, Held] = {}
         # a request may come back while its cancelled run still waits for the end of a step or pull
         self._runs: dict[str, int] = {}
@@ -91,6 +91,7 @@ class Scheduler(ABC):
         self._steady: int | None = None  # the horizon, where it is known
         self._admissions = 0
         self._begun = 0
+        self._abandoned = 0  # cancelled sequences that were in a step; they never get fewer
 
     @abstractmethod
     def handle(self, event: Event, now: int) -> list[Command]:
@@ -213,6 +214,7 @@ class Scheduler(ABC):
         if held.in_step:
             # its pages are being written: they must not be handed out before the step ends
             held.cancelled = True
+            self._abandoned += 1
             if held.batch is not None:
                 held.batch.leaving.append(held)
         else:
@@ -241,6 +243,8 @@ class Scheduler(ABC):
     @property
     def _leaving(self) -> int:
         """Cancelled sequences that are still in a step at the next launch, and until then keep their place."""
+        if not self._abandoned:
+            return 0
         # where no step may be launched, the oldest ends before the next one is
         flights = itertools.islice(self._flights, 0 if self._places else 1, None)
         return sum(flight.leaving for flight in flights)
@@ -272,12 +276,12 @@ class Scheduler(ABC):
         if batch is None or not batch.members:
             if not idle:
                 return None
-            batch = Batch(self.pool.page_size)
+            batch = Batch(self.pool)
         if idle:
             last = next(reversed(batch.members.values())).order if batch.members else -1
             if next(iter(idle.values())).order < last:
                 self._disband(batch)
-                batch = Batch(self.pool.page_size)
+                batch = Batch(self.pool)
                 idle = self._idle
             for held in idle.values():
                 batch.join(held)
@@ -289,11 +293,11 @@ class Scheduler(ABC):
         resting = [batch for batch in self._resting if batch.members]
         self._resting.clear()
         if not resting:
-            return Batch(self.pool.page_size)
+            return Batch(self.pool)
         batch = resting[0]
         last = next(reversed(batch.members.values())).order
         if len(resting) > 1 or any(held.order < last for held in self._idle.values()):
-            batch = Batch(self.pool.page_size)
+            batch = Batch(self.pool)
             for other in resting:
                 self._disband(other)
         elif len(batch) > size:
@@ -330,8 +334,8 @@ class Scheduler(ABC):
             victim.sequence.move(State.QUEUED)
             victims.append(victim)
             self.preemptions += 1
-        for held in short:
-            self.pool.grow(held.table, 1)
+        if short:
+            batch.grow(short)
         return victims
 
     def _run(self, parts: Seq[Part] = (), batch: Batch | None = None) -> Command:
@@ -343,13 +347,13 @@ class Scheduler(ABC):
         flight = Flight(self._next_step, tuple(parts), batch)
         self._next_step += 1
         self._flights.append(flight)
-        return BriefStep(flight.step_id, _features(flight)) if self._brief else self._told(flight)
+        return self._told(flight)
 
     def _told(self, flight: Flight) -> BriefStep | RunStep:
         """The command that launches a flight."""
         batch = flight.batch
         if self._brief:
-            return BriefStep(flight.step_id, _features(flight))
+            return BriefStep(flight.step_id, _features(flight), tuple(part.held.id for part in flight.parts))
         chunks = tuple(_chunk(part) for part in flight.parts)
         decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
         return RunStep(flight.step_id, chunks, decodes)
@@ -457,7 +461,7 @@ class Scheduler(ABC):
     def advance(self, k: int, now: int) -> list[Command]:
         """Take ``k`` StepDone events at once: one Emit per sequence, and the step that is launched last.
 
-        State and pages are those that ``k`` single events give.
+        A brief machine has nothing to say. State and pages are those that ``k`` single events give.
 
         Raises:
             ValueError: ``k`` is not between 1 and :meth:`horizon`.
@@ -467,20 +471,23 @@ class Scheduler(ABC):
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
         self._steady = horizon - k
         batches = [flight.batch for flight in self._flights if flight.batch]
-        count, grow = len(batches), self.pool.grow
-        for event in range(k):
-            for held in batches[event % count].due(event // count + 1):
-                grow(held.table, 1)
+        turns = len(batches)
+        each = [(k - place + turns - 1) // turns for place in range(turns)]
+        if isinstance(self.pool, PageCount):
+            self.pool.take(sum(batch.growth(steps) for batch, steps in zip(batches, each, strict=True)))
+        else:
+            for event in range(k):
+                batches[event % turns].grow_at(event // turns + 1)
         emits: list[Command] = []
-        for place, batch in enumerate(batches):
-            steps = (k - place + count - 1) // count
+        for batch, steps in zip(batches, each, strict=True):
             batch.step(steps)
             if steps and not self._brief:
                 emits += (Emit(held.id, steps) for held in batch.members.values())
         first, self._next_step = self._flights[0].step_id + k, self._next_step + k
-        batches = batches[k % count :] + batches[: k % count]
-        self._flights = deque(Flight(first + place, (), batch) for place, batch in enumerate(batches))
-        return [*emits, self._told(self._flights[-1])]
+        self._flights.clear()
+        for place in range(turns):
+            self._flights.append(Flight(first + place, (), batches[(place + k) % turns]))
+        return emits if self._brief else [*emits, self._told(self._flights[-1])]
 
 
 def _features(flight: Flight) -> StepFeatures:

@@ -143,9 +143,8 @@ class ColocatedScheduler(Scheduler):
             sequence.prompt_tokens += sequence.generated
             sequence.max_new_tokens -= sequence.generated
             sequence.generated = sequence.computed = victim.told = 0
-            self._queue[victim.id] = victim
             # the youngest comes first, so the oldest victim ends up at the head
-            self._queue.move_to_end(victim.id, last=False)
+            self._queue = {victim.id: victim, **self._queue}
         return batch or None
 
     def _whole_prompts(self) -> list[Part]:

@@ -70,10 +70,12 @@ class BriefStep(_Command, frozen=True):
     Attributes:
         step_id: as in RunStep.
         work: what its time depends on.
+        prompts: requests whose prompts it computes, wholly or in part.
     """
 
     step_id: int
     work: StepFeatures
+    prompts: tuple[str, ...] = ()
 
     def features(self) -> StepFeatures:
         """What the step's time depends on."""

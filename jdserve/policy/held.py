@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from jdserve.core.pages import BlockTable
+from jdserve.core.pages import BlockTable, PageCount, PagePool
 from jdserve.core.request import Sequence
 
 
@@ -81,23 +80,27 @@ class Batch:
     What a step changes in all of them is kept once for the batch. So a step costs what it decides (who ends, who needs
     a page), not what the batch has members.
 
+    Where the pool only counts pages, so does the batch: a member's table then grows when it leaves.
+
     Attributes:
         members: by request id, in the order in which they began to run.
         steps: steps taken.
         tokens: tokens of all members whose KV is in the pool.
         flying: a step of the batch is in flight.
         leaving: members that were cancelled meanwhile.
+        page_size: token positions per page.
     """
 
-    __slots__ = ("_due", "_ends", "_page_size", "flying", "leaving", "members", "steps", "tokens")
+    __slots__ = ("_due", "_ends", "_pool", "flying", "leaving", "members", "page_size", "steps", "tokens")
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.members: dict[str, Held] = {}
         self.steps = 0
         self.tokens = 0
         self.flying = False
         self.leaving: list[Held] = []
-        self._page_size = page_size
+        self.page_size = pool.page_size
+        self._pool = pool
         self._ends: list[tuple[int, int, Held]] = []  # a heap; entries of those that left are passed over
         self._due: dict[int, dict[str, Held]] = {}  # by the step, modulo the page size, at which their pages are full
 
@@ -113,7 +116,7 @@ class Batch:
         self.tokens += sequence.computed
         held.end = (self.steps + sequence.max_new_tokens - sequence.generated, held.order, held)
         heapq.heappush(self._ends, held.end)
-        phase = (self.steps - sequence.computed) % self._page_size
+        phase = (self.steps - sequence.computed) % self.page_size
         due = self._due.get(phase)
         if due is None:
             due = self._due[phase] = {}
@@ -127,7 +130,11 @@ class Batch:
         held.batch = held.end = None
         del self.members[held.id]
         self.tokens -= sequence.computed
-        del self._due[(self.steps - sequence.computed) % self._page_size][held.id]
+        if isinstance(self._pool, PageCount):
+            # every launched step had room for its token
+            table = held.table
+            table.pages = range(max(len(table.pages), (sequence.computed - 1) // self.page_size + 1))
+        del self._due[(self.steps - sequence.computed) % self.page_size][held.id]
 
     def step(self, count: int = 1) -> None:
         """Count ``count`` steps."""
@@ -153,30 +160,45 @@ class Batch:
 
     def short(self) -> list[Held]:
         """Members that need a page before the next step can be launched."""
-        steps, size = self.steps, self._page_size
+        steps, size = self.steps, self.page_size
         due = self._due.get(steps % size)
         if not due:
             return []
+        # who has just joined may have a page in reserve
         return [
             held
             for held in due.values()
-            if held.sequence.computed + steps - held.joined == len(held.table.pages) * size
+            if held.joined < steps or len(held.table.pages) * size == held.sequence.computed
         ]
 
-    def due(self, ahead: int) -> Iterable[Held]:
-        """Members that need a page before the step ``ahead`` >= 1 steps after the one in flight can be launched."""
-        due = self._due.get((self.steps + ahead) % self._page_size)
-        return due.values() if due else ()
+    def grow(self, short: Seq[Held]) -> None:
+        """Give each of ``short`` a page."""
+        if isinstance(self._pool, PageCount):
+            self._pool.take(len(short))
+            return
+        for held in short:
+            self._pool.grow(held.table, 1)
 
-    def growth(self, ahead: int) -> int:
-        """Pages that the step ``ahead`` >= 1 steps after the one in flight takes."""
-        due = self._due.get((self.steps + ahead) % self._page_size)
+    def grow_at(self, ahead: int) -> None:
+        """Give the members the pages without which the step ``ahead`` >= 1 steps after the one in flight cannot go."""
+        due = self._due.get((self.steps + ahead) % self.page_size)
+        if due:
+            self.grow(list(due.values()))
+
+    def growth(self, steps: int) -> int:
+        """Pages that the next ``steps`` steps after the one in flight take: in S steps one per member."""
+        full, rest = divmod(steps, self.page_size)
+        pages = full * len(self.members) if full else 0
+        for ahead in range(self.steps + 1, self.steps + rest + 1):
+            due = self._due.get(ahead % self.page_size)
+            if due:
+                pages += len(due)
+        return pages
+
+    def growth_at(self, ahead: int) -> int:
+        """Pages of the step ``ahead`` steps after the one in flight."""
+        due = self._due.get((self.steps + ahead) % self.page_size)
         return len(due) if due else 0
-
-    @property
-    def page_size(self) -> int:
-        """Token positions per page."""
-        return self._page_size
 
 
 def pages_last(batches: Seq[Batch], available: int, most: int) -> int:
@@ -193,7 +215,7 @@ def pages_last(batches: Seq[Batch], available: int, most: int) -> int:
     if steps >= most:
         return most
     for event in range(batches[0].page_size * turns):
-        rest -= batches[event % turns].growth(event // turns + 1)
+        rest -= batches[event % turns].growth_at(event // turns + 1)
         if rest < 0:
             break
         steps += 1

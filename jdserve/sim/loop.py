@@ -130,6 +130,7 @@ class Loop:
         self._heap: list[tuple[int, int, int, Any]] = []
         self._posted = 0
         self._now = 0
+        self._ns = 0
         self._next_arrival = workload.arrivals[0]
         self._rank = 0
         self._turn = 0
@@ -137,7 +138,10 @@ class Loop:
         self._inbox: deque[tuple[Site | None, Event]] = deque()
         count = len(workload)
         self._open = count
+        self._started = [NEVER] * count
         self._first = [NEVER] * count
+        self._pulled = [NEVER] * count
+        self._landings = [NEVER] * count
         self._ends = [NEVER] * count
         self._generated = [0] * count
         self._rejected: dict[int, str] = {}
@@ -145,28 +149,30 @@ class Loop:
     def run(self) -> SimResult:
         """The whole run."""
         arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
+        inbox = self._inbox
         count, at = len(arrivals), 0
         while self._open and not (watch and watch.certain):
+            self._turn += 1
             if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
                 self._now, self._rank = arrivals[at], self._arriving
-                self._turn += 1
                 at += 1
                 self._next_arrival = arrivals[at] if at < count else NO_LIMIT * FS
+                self._ns = self._now // FS_PER_NS
                 self._arrive(at - 1)
             else:
                 end, rank, version, what = heappop(heap)
                 if rank < self._landing and version != what.version:
                     continue
                 self._now, self._rank = end, rank
-                self._turn += 1
+                self._ns = end // FS_PER_NS
                 if rank < self._landing:
                     self._step_done(what)
                 elif rank == self._landing:
                     self._landed(*what)
                 else:
                     self._expire(what)
-            while self._inbox:
-                site, event = self._inbox.popleft()
+            while inbox:
+                site, event = inbox.popleft()
                 if site is None:
                     self._ask_router(event)
                 else:
@@ -180,7 +186,10 @@ class Loop:
             self._sync(site)
         return SimResult(
             arrivals=self._workload.arrivals,
+            started=tuple(self._started),
             first=tuple(self._first),
+            pulled=tuple(self._pulled),
+            landed=tuple(self._landings),
             ends=tuple(self._ends),
             outputs=self._workload.outputs,
             generated=tuple(self._generated),
@@ -219,6 +228,7 @@ class Loop:
         self._ask(site, StepDone(step_id))
 
     def _landed(self, site: Site, source: Site, request_id: str) -> None:
+        self._landings[int(request_id)] = self._now
         event = KVLanded(request_id)
         self._inbox.extend(((site, event), (source, event), (None, event)))
 
@@ -241,7 +251,7 @@ class Loop:
 
     def _ask_router(self, event: Event) -> None:
         self._events += 1
-        for command in self._router.handle(event, self._now // FS_PER_NS):
+        for command in self._router.handle(event, self._ns):
             if isinstance(command, Dispatch):
                 self._dispatch(command.request_id, self._sites[command.instance], command.source)
             elif isinstance(command, Release):
@@ -265,7 +275,7 @@ class Loop:
         self._events += 1
         if site.hidden > 0 or site.untold:
             self._sync(site)
-        for command in site.machine.handle(event, self._now // FS_PER_NS):
+        for command in site.machine.handle(event, self._ns):
             if isinstance(command, BriefStep):
                 self._launch(site, command)
             elif isinstance(command, Emit):
@@ -329,6 +339,7 @@ class Loop:
             for target in (site, None):
                 self._inbox.append((target, PullFailed(request_id, "its KV is not parked any more")))
             return
+        self._pulled[int(request_id)] = self._now
         self._post(
             self._links.transfer(source.name, site.name, tokens, self._now), self._landing, (site, source, request_id)
         )
@@ -337,6 +348,10 @@ class Loop:
 
     def _launch(self, site: Site, step: BriefStep) -> None:
         work = step.work
+        for request_id in step.prompts:
+            index = int(request_id)
+            if self._started[index] == NEVER:
+                self._started[index] = self._now
         site.flights.append((self._through(site, work, self._now), step.step_id, work))
         site.steps += 1
         site.tokens += work.new_tokens + work.decode_seqs
@@ -408,7 +423,7 @@ class Loop:
     def _tell(self, site: Site) -> None:
         """Tell the machine of the steps that have ended without a decision."""
         if site.untold:
-            site.machine.advance(site.untold, self._now // FS_PER_NS)
+            site.machine.advance(site.untold, self._ns)
             self._events += site.untold
             site.untold = 0
 

@@ -42,6 +42,9 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arrivals: of each request, in femtoseconds.
+        started: when the step was launched that computed (the first part of) the prompt; -1 for never.
+        pulled: when the KV was asked for; -1 for never, as on colocated instances.
+        landed: when the KV had landed; -1 for never. Of the last try, where a request was interrupted.
         first: when the first token was there (the score, where no token was asked for); -1 for never.
         ends: when the last token was there; -1 for never.
         outputs: tokens asked for.
@@ -55,7 +58,10 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     arrivals: tuple[int, ...]
+    started: tuple[int, ...]
     first: tuple[int, ...]
+    pulled: tuple[int, ...]
+    landed: tuple[int, ...]
     ends: tuple[int, ...]
     outputs: tuple[int, ...]
     generated: tuple[int, ...]

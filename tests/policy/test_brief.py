@@ -53,8 +53,11 @@ class Pair:
                     tokens[request_id] += count
                     if finish or parked:
                         told.append((request_id, finish, parked, tokens[request_id]))
-                case RunStep() | BriefStep():
-                    told.append((command.step_id, command.features()))
+                case RunStep():
+                    prompts = tuple(chunk.request_id for chunk in command.chunks)
+                    told.append((command.step_id, command.features(), prompts))
+                case BriefStep():
+                    told.append((command.step_id, command.features(), command.prompts))
                 case Pull(request_id, source, count):
                     told.append((request_id, source, count))
                 case Preempt(request_id):

@@ -59,7 +59,7 @@ EVENTS: tuple[Event, ...] = (
 )
 COMMANDS: tuple[Command, ...] = (
     RunStep(0, (Chunk("a", 0, 4, (1, 2), last=True),), (DecodeSeq("b", 7, (3,)),)),
-    BriefStep(1, StepFeatures(4, 16, 0, 1, 7)),
+    BriefStep(1, StepFeatures(4, 16, 0, 1, 7), ("a",)),
     Pull("a", "p", 4, (1,)),
     Release("a", "p"),
     Preempt("a"),
