@@ -27,8 +27,8 @@ MARGIN = 1.02
 DEADLINES = 12
 """Moments at which the capacity is checked."""
 
-NEAR = {"prefill": 1.0, "decode": 0.8}
-"""Share of its capacity that a phase is guessed to reach within the SLO."""
+NEAR = 0.9
+"""Share of its full rate that a decode instance is guessed to reach within the SLO."""
 
 SLOWEST, FASTEST = 1e-6, 1e9
 """Rates between which a capacity is looked for, in requests per second."""
@@ -213,11 +213,20 @@ class Bounds:
 
     def _guess(self, part: Part, kind: str) -> float:
         if (part, kind) not in self._guesses:
-            capacity = self._capacity(part, kind)
-            if kind == "prefill":
-                capacity = min(capacity, part.count * self._queue(part))
-            self._guesses[part, kind] = min(capacity, FASTEST) * NEAR[kind]
+            each = self._queue(part) if kind == "prefill" else self._full(part)
+            self._guesses[part, kind] = min(self._capacity(part, kind), part.count * each)
         return self._guesses[part, kind]
+
+    def _full(self, part: Part) -> float:
+        """The rate of an instance whose decode batch is always as large as pages, limits and TPOT allow."""
+        job, sized = self._job, self._sized(part)
+        instance, sample = sized.instance, job.sample
+        assert isinstance(instance, DecodeInstance | ColocatedInstance)
+        fit = instance.pages * job.page_size / (sample.mean_input + sample.mean_output / 2)
+        batch = max(min(fit, instance.max_num_seqs), 1.0)
+        each = max(round(batch / instance.pp), 1)
+        step = StepFeatures(decode_seqs=each, decode_context=round(each * sample.mean_context))
+        return NEAR * batch * FS / (max(sample.mean_output - 1, 1.0) * max(sum(sized.cost.stages(step)), 1))
 
     def _queue(self, part: Part) -> float:
         """The rate at which enough prompts meet the TTFT in an M/G/1 queue of one prompt per batch."""

@@ -182,8 +182,12 @@ class Families:
 
         return self._settle(family, make, (copies,), {"unit": goodput}, None if copies > 1 else outcome.step)
 
-    def algorithm_1(self) -> Choice | None:
-        """DistServe's Algorithm 1: the best degrees of each phase apart, and as many instances as the rate needs."""
+    def algorithm_1(self, wide: bool) -> Choice | None:
+        """DistServe's Algorithm 1: the best degrees of each phase apart, and as many instances as the rate needs.
+
+        Args:
+            wide: choose degrees by the devices that the rate needs, not by goodput per device.
+        """
         best: list[tuple[Part, int]] = []
         for role in ("prefill", "decode"):
             contestants: list[Contestant] = []
@@ -198,8 +202,8 @@ class Families:
                 bound, guess = self.bounds.part_capacity(part), self.bounds.part_guess(part)
                 why = "at best batching, without queues"
                 contestants.append(Contestant(part, "high", part.label, part.devices, bound, why, guess))
-            # each phase by itself is after goodput per device, whatever the rate
-            goal = PerDevice(self._evaluator)
+            # the paper is after goodput per device, whatever the rate; a wide search after the fewest devices
+            goal = self.goal() if self._job.rate and wide else PerDevice(self._evaluator)
             outcome = tournament(self._runner, goal, contestants, self._exhaustive, self._told(f"Algorithm 1, {role}"))
             self.log += outcome.log
             if outcome.winner is None:

@@ -77,7 +77,7 @@ class Job:
     page_size: int = 16
     max_num_seqs: int = 256
     max_batch: int = 64
-    requests: int = 1000
+    requests: int = 600
     steady: bool = True
     confirm: int = 4
     tolerance: float = 0.02

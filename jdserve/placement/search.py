@@ -61,7 +61,7 @@ def search(
     page_size: int = 16,
     max_num_seqs: int = 256,
     kv_tokens: Mapping[tuple[int, int], int] | None = None,
-    requests: int = 1000,
+    requests: int = 600,
     steady: bool = True,
     confirm: int = 4,
     tolerance: float = 0.02,
@@ -202,7 +202,7 @@ class _Search:
         high: Choice | None = None
         if found.level == "high":
             families.skipped("high")
-            high = families.algorithm_1()
+            high = families.algorithm_1(self._wide)
             if high is not None and self._asked == "auto":
                 low = overloaded(found, self._loads(high.composed, high.option.rate))
                 if low is not None:
@@ -333,6 +333,7 @@ class _Search:
                     runner.tools.job, runner, job.devices, self._asked, self._wide, False, self._progress, ()
                 )
                 best, _ = again._choices(found)
+            self._families.log += again._families.log
             if best:
                 best.sort(key=again._order)
                 option = best[0].option
