@@ -11,6 +11,7 @@ from msgspec import Meta
 from jdserve.core import jsonio
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import LOCALHOST
+from jdserve.core.shipped import cluster_file, cluster_names
 from jdserve.cost.hardware import Hardware, Link, hardware
 
 Count = Annotated[int, Meta(ge=1)]
@@ -47,12 +48,16 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read the cluster at ``path``.
+        """Read the cluster at ``path``, or the one that comes with jdserve under that name.
 
         Raises:
             InvalidPlan: the file cannot be read, or is refused; with the JSON path and the bound.
         """
-        return jsonio.read(path, cls)
+        file = cluster_file(path)
+        if not file.exists():
+            known = ", ".join(cluster_names())
+            raise InvalidPlan("$", f"{path} is neither a file nor a cluster that comes with jdserve; those are: {known}")
+        return jsonio.read(file, cls)
 
     @property
     def device(self) -> Hardware:
