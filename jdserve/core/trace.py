@@ -17,8 +17,9 @@ import gzip
 import itertools
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, TextIO, TypeVar
 
 import msgspec
 
@@ -39,15 +40,23 @@ class Row(msgspec.Struct, frozen=True):
     arrival_s: float | None = None
 
 
-def read_rows(path: str | Path, count: int | None = None) -> tuple[Row, ...]:
+R = TypeVar("R", bound=Row)
+
+
+def read_rows(path: str | Path, kind: type[R], count: int | None = None) -> tuple[R, ...]:
     """The first ``count`` rows of a file, or all of them; at least one.
+
+    Args:
+        path: of the file.
+        kind: of the rows: :class:`Row`, or one with narrower bounds.
+        count: rows to read, None for all.
 
     Raises:
         InvalidWorkload: the file cannot be read, has no row, has fewer than ``count`` rows, or a row breaks the format.
     """
     path = Path(path)
     try:
-        rows = tuple(itertools.islice(_rows(path), count))
+        rows = tuple(itertools.islice(_rows(path, kind), count))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidWorkload(f"{path}: cannot be read: {error}") from None
     if not rows:
@@ -58,24 +67,24 @@ def read_rows(path: str | Path, count: int | None = None) -> tuple[Row, ...]:
     return rows
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    kind = (path.suffixes or [""])[-2 if path.suffix == ".gz" else -1 :][0]
-    if kind not in (".csv", ".jsonl"):
+def _rows(path: Path, row: type[R]) -> Iterator[R]:
+    form = (path.suffixes or [""])[-2 if path.suffix == ".gz" else -1 :][0]
+    if form not in (".csv", ".jsonl"):
         raise InvalidWorkload(f"{path}: must end in .csv, .jsonl, .csv.gz or .jsonl.gz")
     with _open(path) as file:
         # Line numbers are those of an editor; the header of a CSV is line 1.
-        if kind == ".csv":
+        if form == ".csv":
             reader = csv.DictReader(file)
             for fields in reader:
-                given = {name: value for name, value in fields.items() if name in Row.__struct_fields__ and value != ""}
+                given = {name: value for name, value in fields.items() if name in row.__struct_fields__ and value != ""}
                 try:
-                    yield msgspec.convert(given, Row, strict=False)
+                    yield msgspec.convert(given, row, strict=False)
                 except msgspec.ValidationError as error:
                     raise InvalidWorkload(f"{path}: line {reader.line_num}: {error}") from None
             return
         for number, line in enumerate(file, start=1):
             try:
-                yield msgspec.json.decode(line, type=Row)
+                yield msgspec.json.decode(line, type=row)
             except msgspec.DecodeError as error:
                 raise InvalidWorkload(f"{path}: line {number}: {error}") from None
 
@@ -86,7 +95,7 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8", newline="")
 
 
-def _check_arrivals(path: Path, rows: tuple[Row, ...]) -> None:
+def _check_arrivals(path: Path, rows: Seq[Row]) -> None:
     previous = rows[0].arrival_s
     for number, row in enumerate(rows, start=1):
         at = row.arrival_s

@@ -91,7 +91,7 @@ def _read(name: str, path: Path) -> Trace:
             arrivals_s=tuple(row.timestamp / 1000 for row in rows),
             blocks=tuple(row.hash_ids for row in rows) if any(row.hash_ids for row in rows) else (),
         )
-    table = tables.read_rows(path)
+    table = tables.read_rows(path, tables.Row)
     arrivals = tuple(row.arrival_s for row in table if row.arrival_s is not None)
     return Trace(
         name=name,
