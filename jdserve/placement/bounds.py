@@ -17,6 +17,7 @@ from jdserve.core.plan import ColocatedInstance, DecodeInstance, PrefillInstance
 from jdserve.core.steptime import StepFeatures
 from jdserve.cost.stepcost import FS, Coefficients, Linear, Phased, Roofline, StepCost, Switched
 from jdserve.placement.candidates import Part, Unit
+from jdserve.placement.evaluate import FASTEST, LOWEST
 from jdserve.placement.job import Floats, Job
 from jdserve.placement.sizing import Sized, Sizer
 from jdserve.sim.attainment import needed
@@ -29,9 +30,6 @@ DEADLINES = 12
 
 NEAR = 0.9
 """Share of its full rate that a decode instance is guessed to reach within the SLO."""
-
-SLOWEST, FASTEST = 1e-6, 1e9
-"""Rates between which a capacity is looked for, in requests per second."""
 
 
 def floors(cost: StepCost) -> tuple[Coefficients, ...]:
@@ -273,7 +271,7 @@ def capacity(job: Job, phase: Phase) -> float:
     """A rate that ``phase`` cannot carry beyond; infinite where nothing bounds it."""
     if _could(job, phase, FASTEST):
         return math.inf
-    low, high = SLOWEST, FASTEST
+    low, high = LOWEST, FASTEST
     if not _could(job, phase, low):
         return low
     while high > low * 1.01:

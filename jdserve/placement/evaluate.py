@@ -24,8 +24,8 @@ from jdserve.sim.workload import Workload
 
 Scope = Literal["both", "prefill", "decode"]
 
-LOWEST = 1e-6
-"""Requests per second below which a plan is said to carry none."""
+LOWEST, FASTEST = 1e-6, 1e9
+"""Requests per second below which a plan is said to carry none, and above which no rate is tried."""
 
 
 STRIDE = 8
@@ -57,6 +57,11 @@ class Evaluator:
     def lowest(self) -> int:
         """The lowest step."""
         return self.below(LOWEST)
+
+    @property
+    def highest_step(self) -> int:
+        """No step above this one is tried."""
+        return self.below(FASTEST)
 
     def below(self, rate: float) -> int:
         """The highest grid step whose rate is at most ``rate``."""
@@ -119,27 +124,26 @@ class Evaluator:
         return highest(
             lambda step: self.passes(what, self.rate(step), scope, times),
             low,
-            None if math.isinf(limit) else self.below(limit) + 1,
+            min(self.below(min(limit, FASTEST)), self.highest_step) + 1,
             self.lowest,
             start,
         )
 
 
 def highest(
-    passes: Callable[[int], bool], low: int | None, high: int | None, least: int, start: int | None = None
+    passes: Callable[[int], bool], low: int | None, high: int, least: int, start: int | None = None
 ) -> int | None:
     """The highest integer that passes, when all below it pass too; None where ``least`` does not.
 
     Args:
         passes: whether an integer does.
         low: one that is known to pass.
-        high: one that is known to fail.
+        high: one that is known to fail, or that is not to be tried.
         least: smaller ones are not tried.
-        start: one to begin with; by default a little below ``high``, or 0.
+        start: one to begin with; by default a little below ``high``.
     """
     if low is None:
-        guess = start if start is not None else high - STRIDE if high is not None else 0
-        guess = max(guess, least)
+        guess = max(high - STRIDE if start is None else min(start, high - 1), least)
         stride = STRIDE
         while not passes(guess):
             if guess == least:
@@ -149,7 +153,7 @@ def highest(
             stride *= 2
         low = guess
     stride = STRIDE
-    while high is None or low + stride < high:
+    while low + stride < high:
         guess = low + stride
         if not passes(guess):
             high = guess

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from jdserve.placement.bounds import Bounds
@@ -31,6 +32,10 @@ Reach = Literal["any", "host"]
 
 Progress = Callable[[str, int, int], None]
 """Told what is being searched, how many candidates are done, and of how many."""
+
+
+TRIES = 6
+"""So many winners of a tournament may fail the longer run before a family is given up."""
 
 
 class Choice(NamedTuple):
@@ -163,15 +168,26 @@ class Families:
     def best_unit(self, family: Family) -> Choice | None:
         """The best plan of a family of units; None where there is none."""
         contestants = self.contest(family, self.units(family))
-        outcome = tournament(
-            self._runner, self.goal(), contestants, self._exhaustive, self._told(f"{family} candidates")
-        )
-        self.log += outcome.log
-        if outcome.winner is None:
-            return None
-        unit = outcome.winner.what
-        assert isinstance(unit, Unit)
-        goodput = self._evaluator.rate(outcome.step)
+        for _ in range(TRIES):
+            told = self._told(f"{family} candidates")
+            outcome = tournament(self._runner, self.goal(), contestants, self._exhaustive, told)
+            choice = None
+            if outcome.winner is not None:
+                unit = outcome.winner.what
+                assert isinstance(unit, Unit)
+                choice = self._copied(family, unit, outcome.step)
+            if choice is not None or outcome.winner is None:
+                self.log += outcome.log
+                return choice
+            # what wins by a few requests may fail in the longer run that confirms it: then the next one is asked
+            failed = next(entry for entry in outcome.log if entry.verdict == "best")
+            self.log.append(msgspec.structs.replace(failed, verdict="lost", reason="no plan of it stands a longer run"))
+            contestants.remove(outcome.winner)
+        return None
+
+    def _copied(self, family: Family, unit: Unit, step: int) -> Choice | None:
+        """The plan of as many copies of ``unit`` as the job needs; ``step`` is its goodput."""
+        goodput = self._evaluator.rate(step)
         copies = self._copies(unit.devices, goodput)
         limit = self._limit(unit.devices)
 
@@ -180,54 +196,76 @@ class Families:
                 raise NoRoom(f"{counts[0]} copies of {unit.label} do not fit")
             return compose(self._job, self._sizer, [unit] * counts[0], self.reach)
 
-        return self._settle(family, make, (copies,), {"unit": goodput}, None if copies > 1 else outcome.step)
+        return self._settle(family, make, (copies,), {"unit": goodput}, None if copies > 1 else step)
 
-    def algorithm_1(self, wide: bool) -> Choice | None:
+    def algorithm_1(self, wide: bool, veto: Callable[[Composed, float], bool]) -> Choice | None:
         """DistServe's Algorithm 1: the best degrees of each phase apart, and as many instances as the rate needs.
 
         Args:
-            wide: choose degrees by the devices that the rate needs, not by goodput per device.
+            wide: choose degrees by the devices that the rate needs, not by goodput per device; without, this is done
+                only where the others do not fit.
+            veto: told the first plan and its rate; when it says so, there is no plan.
         """
-        best: list[tuple[Part, int]] = []
-        for role in ("prefill", "decode"):
-            contestants: list[Contestant] = []
-            for tp, pp in self.fits[role]:
-                part = Part(role, tp, pp)
-                share = self.bounds.part_alone(part)
-                if share < self._job.slo.attainment:
-                    what = "TTFT" if role == "prefill" else "TPOT"
-                    why = f"on an idle instance {share:.1%} of the requests meet the {what}"
-                    self._skip("high", part.label, part.devices, why)
-                    continue
+        each, fewest = PerDevice(self._evaluator), self.goal() if self._job.rate else None
+        for goal in [fewest] if wide and fewest else [each, fewest]:
+            choice = None if goal is None else self._phases_apart(goal, veto)
+            if choice is not None:
+                return choice
+        return None
+
+    def _phases_apart(self, goal: Goal, veto: Callable[[Composed, float], bool]) -> Choice | None:
+        """Algorithm 1 with what makes one kind of instance better than another."""
+        most = self._most_devices()
+        sizes = [tp * pp for tp, pp in self.fits["decode"]]
+        found = self._best_part("prefill", goal, most - min(sizes, default=most))
+        if found is None:
+            return None
+        prefill, p = found
+        found = self._best_part("decode", goal, most - prefill.devices)
+        if found is None:
+            return None
+        decode, d = found
+        rates = (self._evaluator.rate(p), self._evaluator.rate(d))
+        counts = phase_counts(rates, (prefill.devices, decode.devices), self._job.rate or None, most, self.whole)
+
+        def make(counts: tuple[int, ...]) -> Composed:
+            parts = [msgspec.structs.replace(part, count=n) for part, n in zip((prefill, decode), counts, strict=True)]
+            if sum(part.devices for part in parts) > most:
+                raise NoRoom(f"{parts[0].label} and {parts[1].label} do not fit into {most} devices")
+            units = [Unit("high", (one,)) for one, n in zip((prefill, decode), counts, strict=True) for _ in range(n)]
+            return compose(self._job, self._sizer, units, "any")
+
+        phases = {"prefill": rates[0], "decode": rates[1]}
+        try:
+            if veto(make(counts), self._job.rate or self._suggested(counts, phases)):
+                return None
+        except NoRoom:
+            pass  # to be told with what else was tried
+        return self._settle("high", make, counts, phases, None)
+
+    def _best_part(self, role: Literal["prefill", "decode"], goal: Goal, most: int) -> tuple[Part, int] | None:
+        """The best instance of one phase by itself, of at most ``most`` devices, and the highest step it passes."""
+        contestants: list[Contestant] = []
+        for tp, pp in self.fits[role]:
+            part = Part(role, tp, pp)
+            share = self.bounds.part_alone(part)
+            if tp * pp > most:
+                self._skip("high", part.label, part.devices, f"leaves no room for the other phase, {most} devices do")
+            elif share < self._job.slo.attainment:
+                what = "TTFT" if role == "prefill" else "TPOT"
+                why = f"on an idle instance {share:.1%} of the requests meet the {what}"
+                self._skip("high", part.label, part.devices, why)
+            else:
                 bound, guess = self.bounds.part_capacity(part), self.bounds.part_guess(part)
                 why = "at best batching, without queues"
                 contestants.append(Contestant(part, "high", part.label, part.devices, bound, why, guess))
-            # the paper is after goodput per device, whatever the rate; a wide search after the fewest devices
-            goal = self.goal() if self._job.rate and wide else PerDevice(self._evaluator)
-            outcome = tournament(self._runner, goal, contestants, self._exhaustive, self._told(f"Algorithm 1, {role}"))
-            self.log += outcome.log
-            if outcome.winner is None:
-                return None
-            assert isinstance(outcome.winner.what, Part)
-            best.append((outcome.winner.what, outcome.step))
-        (prefill, p), (decode, d) = best
-        rates = (self._evaluator.rate(p), self._evaluator.rate(d))
-        counts = phase_counts(
-            rates, (prefill.devices, decode.devices), self._job.rate or None, self._most_devices(), self.whole
-        )
-        if counts is None:
-            why = f"{prefill.label} and {decode.label} do not fit into {self._most_devices()} devices together"
-            self._skip("high", f"{prefill.label} + {decode.label}", prefill.devices + decode.devices, why)
+        told = self._told(f"Algorithm 1, {role}")
+        outcome = tournament(self._runner, goal, contestants, self._exhaustive, told)
+        self.log += outcome.log
+        if outcome.winner is None:
             return None
-
-        def make(counts: tuple[int, ...]) -> Composed:
-            n, m = counts
-            if n * prefill.devices + m * decode.devices > self._most_devices():
-                raise NoRoom(f"{n} x {prefill.label} and {m} x {decode.label} do not fit")
-            units = [Unit("high", (prefill,))] * n + [Unit("high", (decode,))] * m
-            return compose(self._job, self._sizer, units, "any")
-
-        return self._settle("high", make, counts, {"prefill": rates[0], "decode": rates[1]}, None)
+        assert isinstance(outcome.winner.what, Part)
+        return outcome.winner.what, outcome.step
 
     def _most_devices(self) -> int:
         return min(self._job.devices, self._job.cluster.devices)
@@ -267,7 +305,7 @@ class Families:
                     start = evaluator.below(self._suggested(counts, phases))
                     step = evaluator.highest(composed, "both", None, math.inf, start)
                 if step is None:
-                    self._skip(family, _label(composed), composed.devices, "together it misses the SLO at any rate")
+                    self._skip(family, label(composed), composed.devices, "together it misses the SLO at any rate")
                     return None
                 at = evaluator.rate(step)
                 found = evaluator.attainment(composed, at)
@@ -313,28 +351,31 @@ class Families:
 
 def phase_counts(
     rates: tuple[float, float], devices: tuple[int, int], rate: float | None, most: int, whole: bool
-) -> tuple[int, int] | None:
-    """How many instances of each phase; None where not even one of each fits into ``most`` devices.
+) -> tuple[int, int]:
+    """How many instances of each phase.
 
     Args:
         rates: goodput of one instance of each.
-        devices: of one instance of each.
+        devices: of one instance of each; one of each fits.
         rate: to carry; None for the mix of the highest goodput.
         most: devices in all.
         whole: the goodput of all devices together counts, not that per device.
     """
     if rate is not None:
         return math.ceil(rate / rates[0]), math.ceil(rate / rates[1])
-    best: tuple[float, tuple[int, int]] | None = None
-    for n in range(1, most // devices[0] + 1):
-        for m in range(1, (most - n * devices[0]) // devices[1] + 1):
-            value = min(n * rates[0], m * rates[1]) / (1 if whole else n * devices[0] + m * devices[1])
-            if best is None or value > best[0]:
-                best = value, (n, m)
-    return None if best is None else best[1]
+    mixes = [
+        (n, m) for n in range(1, most // devices[0] + 1) for m in range(1, (most - n * devices[0]) // devices[1] + 1)
+    ]
+
+    def value(mix: tuple[int, int]) -> float:
+        used = mix[0] * devices[0] + mix[1] * devices[1]
+        return min(mix[0] * rates[0], mix[1] * rates[1]) / (1 if whole else used)
+
+    return max(mixes, key=value)
 
 
-def _label(composed: Composed) -> str:
+def label(composed: Composed) -> str:
+    """The instances of a plan, for people."""
     kinds: dict[str, int] = {}
     for instance in composed.plan.instances:
         role = {"p": "prefill", "d": "decode", "c": "colocated"}[instance.name[0]]
@@ -356,7 +397,8 @@ def _option(
 ) -> Option:
     return Option(
         family=family,
-        label=_label(composed),
+        label=label(composed),
+        plan=composed.plan,
         devices=composed.devices,
         rate=rate,
         before=before,

@@ -65,6 +65,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         family: whose.
         label: instances in all.
+        plan: as it was simulated; only that of the answer has step times.
         devices: in all.
         rate: at which it was judged.
         before: attainment of the plan as its phases or units alone suggest it.
@@ -76,6 +77,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     family: Family
     label: str
+    plan: Plan
     devices: int
     rate: float
     before: Attainment

@@ -28,7 +28,7 @@ from jdserve.cost.roofline import RooflineModel
 from jdserve.placement.affinity import affinity, overloaded, request_bytes
 from jdserve.placement.candidates import Family, Part, Unit
 from jdserve.placement.compose import Composed, compose
-from jdserve.placement.families import Choice, Families, Progress
+from jdserve.placement.families import Choice, Families, Progress, label
 from jdserve.placement.job import Job, model_len, within
 from jdserve.placement.layout import LinkLoad, link_loads
 from jdserve.placement.result import Affinity, Entry, Nearest, SearchResult
@@ -202,18 +202,25 @@ class _Search:
         high: Choice | None = None
         if found.level == "high":
             families.skipped("high")
-            high = families.algorithm_1(self._wide)
-            if high is not None and self._asked == "auto":
-                low = overloaded(found, self._loads(high.composed, high.option.rate))
+            vetoes: list[Affinity] = []
+
+            def veto(composed: Composed, rate: float) -> bool:
+                low = overloaded(found, self._loads(composed, rate)) if self._asked == "auto" else None
                 if low is not None:
-                    families.log.append(_lost(high, low.reason))
-                    found, high = low, None
+                    vetoes.append(low)
+                    families.log.append(_lost(composed, low.reason))
+                return low is not None
+
+            high = families.algorithm_1(self._wide, veto)
+            if high is None and self._asked == "auto":
+                nothing = Affinity(level="low", reason="Algorithm 1 finds no plan", transfer_s=found.transfer_s)
+                found = vetoes[0] if vetoes else nothing
         families.reach = "host" if found.level == "low" else "any"
         if high is not None:
             choices.append(high)
         for family in self._kinds(found):
             if family == "high":
-                continue
+                continue  # done above
             families.skipped(family)
             choice = families.best_unit(family)
             if choice is not None:
@@ -250,7 +257,7 @@ class _Search:
             largest_worker=max(workers) / sum(workers),
             nearest=None,
             log=tuple(self._families.log),
-            warnings=self._warnings + self._notes(plan, shown),
+            warnings=self._warnings + self._notes(plan, shown, option.goodput),
             latency=job.latency.name,
             runs=self._runner.runs,
         )
@@ -299,8 +306,13 @@ class _Search:
         plan.check(job.spec)
         return plan
 
-    def _notes(self, plan: Plan, shown: SimResult) -> tuple[str, ...]:
+    def _notes(self, plan: Plan, shown: SimResult, goodput: float | None) -> tuple[str, ...]:
         notes: list[str] = []
+        if (
+            goodput is not None
+            and self._runner.tools.evaluator.below(goodput) >= self._runner.tools.evaluator.highest_step
+        ):
+            notes.append(f"saturated: no rate up to {goodput:.3g} req/s failed, so the goodput is at least that")
         preempted = sum(usage.preemptions for usage in shown.instances)
         if preempted:
             notes.append(f"{preempted} of {len(shown)} simulated requests were preempted: KV pages are short")
@@ -333,10 +345,16 @@ class _Search:
                     runner.tools.job, runner, job.devices, self._asked, self._wide, False, self._progress, ()
                 )
                 best, _ = again._choices(found)
+                best = [again._confirmed(choice) for choice in best]
             self._families.log += again._families.log
             if best:
                 best.sort(key=again._order)
                 option = best[0].option
+                if (option.goodput or 0.0) >= job.rate:
+                    # more than the fewest devices after all: what was smaller failed the longer run
+                    seen = self._runner.tools.evaluator.attainment(best[0].composed, job.rate, job.confirm)
+                    option = msgspec.structs.replace(option, rate=job.rate, before=seen, attainment=seen)
+                    return self._answer(found, [best[0]._replace(option=option)])
                 nearest = self._nearest_of(best[0].composed, job.rate, option.goodput)
                 why = (
                     f"{job.rate:.4g} req/s needs more than {job.devices} devices: the best plan for them,"
@@ -346,6 +364,11 @@ class _Search:
         unit = self._most_alone()
         if unit is None:
             return self._nothing(found, "no unit of prefill and decode instances fits: " + self._room_reason(), None)
+        if self._families.bounds.alone(unit).share >= job.slo.attainment:
+            lost = [entry for entry in self._families.log if entry.devices or "composed" in entry.label]
+            last = f"the last one tried, {lost[-1].label}: {lost[-1].reason}"
+            why = f"no plan of at most {job.devices} devices was found; {last}"
+            return self._nothing(found, why, None)
         composed = compose(job, self._runner.tools.sizer, [unit], "any")
         nearest = self._nearest_of(
             composed, self._runner.tools.evaluator.rate(self._runner.tools.evaluator.lowest), None
@@ -413,16 +436,8 @@ class _Search:
         )
 
 
-def _lost(choice: Choice, why: str) -> Entry:
-    option = choice.option
-    return Entry(
-        family=option.family,
-        label=option.label,
-        devices=option.devices,
-        verdict="lost",
-        reason=why,
-        goodput=option.goodput,
-    )
+def _lost(composed: Composed, why: str) -> Entry:
+    return Entry(family="high", label=label(composed), devices=composed.devices, verdict="lost", reason=why)
 
 
 def _most_open(result: SimResult) -> int:
