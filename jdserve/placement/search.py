@@ -193,8 +193,8 @@ class _Search:
         return self._answer(found, choices)
 
     def _kinds(self, found: Affinity) -> tuple[Family, ...]:
-        algorithm: Family = "high" if found.level == "high" else "low"
-        return (algorithm, "mixed", "colocated") if self._wide else (algorithm,)
+        first: tuple[Family, ...] = ("high",) if found.level == "high" else ("low",)
+        return tuple(dict.fromkeys((*first, "low", "mixed", "colocated"))) if self._wide else first
 
     def _choices(self, found: Affinity) -> tuple[list[Choice], Affinity]:
         """The best plan of each family, and the affinity in the end."""
@@ -212,13 +212,14 @@ class _Search:
                 return low is not None
 
             high = families.algorithm_1(self._wide, veto)
-            if high is None and self._asked == "auto":
-                nothing = Affinity(level="low", reason="Algorithm 1 finds no plan", transfer_s=found.transfer_s)
-                found = vetoes[0] if vetoes else nothing
+            found = vetoes[0] if vetoes else found
         families.reach = "host" if found.level == "low" else "any"
         if high is not None:
             choices.append(high)
-        for family in self._kinds(found):
+        kinds = self._kinds(found)
+        if kinds == ("high",) and high is None and self._asked == "auto":
+            kinds = ("low",)
+        for family in kinds:
             if family == "high":
                 continue  # done above
             families.skipped(family)
