@@ -21,7 +21,7 @@ from jdserve.core.plan import Plan, Prediction, role_of
 from jdserve.core.request import SLO
 from jdserve.core.spec import DType, ModelSpec
 from jdserve.cost.cluster import Cluster
-from jdserve.cost.latency import LatencyModel
+from jdserve.cost.latency import LatencyModel, linearised
 from jdserve.cost.models import model as known_model
 from jdserve.cost.network import Network
 from jdserve.cost.roofline import RooflineModel
@@ -39,6 +39,9 @@ from jdserve.sim.lengths import FromTrace
 from jdserve.sim.result import SimResult
 from jdserve.sim.traces import Trace, load_trace
 from jdserve.sim.workload import Source
+
+ROUGH = 0.05
+"""Mean relative error of linear step times that is worth a warning."""
 
 OPEN_STEP = 1024
 """A plan admits a multiple of this many open requests."""
@@ -308,13 +311,18 @@ class _Search:
         return plan
 
     def _notes(self, plan: Plan, shown: SimResult, goodput: float | None) -> tuple[str, ...]:
-        notes: list[str] = []
+        job, notes = self._job, list[str]()
         if (
             goodput is not None
             and self._runner.tools.evaluator.below(goodput) >= self._runner.tools.evaluator.highest_step
         ):
             notes.append(f"saturated: no rate up to {goodput:.3g} req/s failed, so the goodput is at least that")
         preempted = sum(usage.preemptions for usage in shown.instances)
+        worst = max(linearised(job.latency.cost(role_of(i), i.tp, i.pp), role_of(i)).error.mean for i in plan.instances)
+        if worst > ROUGH:
+            notes.append(
+                f"the step times in the plan are linear: {worst:.0%} off on average from those it was made with"
+            )
         if preempted:
             notes.append(f"{preempted} of {len(shown)} simulated requests were preempted: KV pages are short")
         if shown.rejected:
