@@ -47,6 +47,10 @@ class StepCost(Protocol):
         """Most such steps that end within ``budget`` femtoseconds; :data:`NO_LIMIT` where steps take no time."""
         ...
 
+    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+        """What each stage takes longer in every step of such a run than in the one before; None where that varies."""
+        ...
+
 
 class Coefficients(NamedTuple):
     """Femtoseconds per unit of each step feature (see :class:`~jdserve.core.steptime.StepFeatures`)."""
@@ -148,6 +152,10 @@ class Linear:
         """See :class:`StepCost`."""
         return _fit(*self._pass.line(f), budget)
 
+    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+        """See :class:`StepCost`."""
+        return (self._first.line(f)[1], *(self.later.line(f)[1],) * (self.pp - 1))
+
 
 class Switched:
     """Two costs, one below and one from a decode batch size on.
@@ -183,6 +191,10 @@ class Switched:
         """See :class:`StepCost`."""
         return self._cost(f).steps_within(f, budget)
 
+    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+        """See :class:`StepCost`."""
+        return self._cost(f).slopes(f)
+
 
 class Phased:
     """Different costs of steps that only prefill, only decode, and do both.
@@ -214,6 +226,10 @@ class Phased:
     def steps_within(self, f: StepFeatures, budget: int) -> int:
         """See :class:`StepCost`."""
         return self.decode.steps_within(f, budget)
+
+    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+        """See :class:`StepCost`."""
+        return self.decode.slopes(f)
 
 
 class Roofline:
@@ -268,6 +284,10 @@ class Roofline:
             return fits
         rest = budget - _sum(*now, change)
         return change + _fit(later[0] + change * later[1], later[1], rest)
+
+    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+        """See :class:`StepCost`; the bound may change on the way."""
+        return None
 
 
 def _check(pp: int, *coefficients: Coefficients) -> None:

@@ -353,7 +353,8 @@ class Scheduler(ABC):
         """The command that launches a flight."""
         batch = flight.batch
         if self._brief:
-            return BriefStep(flight.step_id, _features(flight), tuple(part.held.id for part in flight.parts))
+            prompts = tuple([part.held.id for part in flight.parts]) if flight.parts else ()
+            return BriefStep(flight.step_id, _features(flight), prompts)
         chunks = tuple(_chunk(part) for part in flight.parts)
         decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
         return RunStep(flight.step_id, chunks, decodes)
@@ -436,7 +437,7 @@ class Scheduler(ABC):
 
     def _find_horizon(self) -> int:
         flights = self._flights
-        if not flights or self._idle or any(self._resting):
+        if not flights or self._idle or (self._resting and any(self._resting)):
             return 0
         if self._depth == 1:
             batch = flights[0].batch
@@ -470,6 +471,8 @@ class Scheduler(ABC):
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
         self._steady = horizon - k
+        if self._depth == 1:
+            return self._advance_one(self._flights[0], k)
         batches = [flight.batch for flight in self._flights if flight.batch]
         turns = len(batches)
         each = [(k - place + turns - 1) // turns for place in range(turns)]
@@ -488,6 +491,19 @@ class Scheduler(ABC):
         for place in range(turns):
             self._flights.append(Flight(first + place, (), batches[(place + k) % turns]))
         return emits if self._brief else [*emits, self._told(self._flights[-1])]
+
+    def _advance_one(self, flight: Flight, k: int) -> list[Command]:
+        batch = flight.batch
+        assert batch is not None
+        if isinstance(self.pool, PageCount):
+            self.pool.take(batch.growth(k))
+        else:
+            for ahead in range(1, k + 1):
+                batch.grow_at(ahead)
+        batch.step(k)
+        self._next_step += k
+        self._flights[0] = last = Flight(flight.step_id + k, (), batch)
+        return [] if self._brief else [*(Emit(held.id, k) for held in batch.members.values()), self._told(last)]
 
 
 def _features(flight: Flight) -> StepFeatures:

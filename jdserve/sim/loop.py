@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
-from jdserve.core.pages import PageCount
-from jdserve.core.plan import DecodeInstance, Instance, Plan, PrefillInstance
-from jdserve.core.steptime import StepFeatures
+from jdserve.core.plan import Plan
 from jdserve.cost.stepcost import NO_LIMIT, StepCost
-from jdserve.policy.build import machine_for, router_for
+from jdserve.policy.build import router_for
 from jdserve.policy.commands import BriefStep, Command, Dispatch, Emit, Preempt, Pull, Reject, Release
 from jdserve.policy.events import (
     Arrived,
@@ -32,75 +30,13 @@ from jdserve.policy.events import (
 from jdserve.sim.links import Links, Network
 from jdserve.sim.prefixes import Prefixes
 from jdserve.sim.result import NEVER, SimResult, Usage
+from jdserve.sim.site import UNKNOWN, Site
 from jdserve.sim.verdict import Verdict, Watch
 from jdserve.sim.workload import FS, Workload
 
 FS_PER_NS = 1_000_000
 
-UNKNOWN = -1
-
-
-class Site:
-    """The devices of one instance, and its machine.
-
-    Attributes:
-        flights: (end, step id, features) of the steps in flight, oldest first.
-        untold: steps that have ended and were not told to the machine yet, for they decide nothing (several stages).
-        free: when each stage is free for the next step.
-        hidden: steps, from the oldest in flight on, that end without a decision; only the end of the next one is on
-            the heap. UNKNOWN where the machine was not asked yet.
-        version: of the entry on the heap that counts.
-        launched: number of the turn of the loop in which the last step was launched.
-        parked: requests whose KV waits here, and when they were parked.
-        timer: the end of the oldest lease is on the heap.
-        preempted: a preempted sequence goes back to the router.
-        jumps: steps that decide nothing are skipped here.
-    """
-
-    __slots__ = (
-        "busy",
-        "cost",
-        "flights",
-        "free",
-        "hidden",
-        "index",
-        "jumps",
-        "launched",
-        "lease",
-        "machine",
-        "name",
-        "parked",
-        "preempted",
-        "steps",
-        "timer",
-        "tokens",
-        "untold",
-        "version",
-    )
-
-    def __init__(
-        self, index: int, instance: Instance, page_size: int, cost: StepCost, *, prefixes: bool, jump: bool
-    ) -> None:
-        self.index = index
-        self.name = instance.name
-        # pages need no ids unless prompts share them
-        pool = None if prefixes else PageCount(instance.pages, page_size)
-        self.machine = machine_for(instance, page_size, pool=pool, brief=True)
-        self.cost = cost
-        self.flights: deque[tuple[int, int, StepFeatures]] = deque()
-        self.untold = 0
-        self.free = [0] * instance.pp
-        self.busy = [0] * instance.pp
-        self.hidden = UNKNOWN
-        self.version = 0
-        self.launched = -1
-        self.steps = 0
-        self.tokens = 0
-        self.parked: dict[str, int] = {}
-        self.lease = round(instance.lease_s * FS) if isinstance(instance, PrefillInstance) else 0
-        self.timer = False
-        self.preempted = isinstance(instance, DecodeInstance)
-        self.jumps = jump and not isinstance(instance, PrefillInstance)
+END_OF_TIME = NO_LIMIT * FS
 
 
 class Loop:
@@ -156,7 +92,7 @@ class Loop:
             if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
                 self._now, self._rank = arrivals[at], self._arriving
                 at += 1
-                self._next_arrival = arrivals[at] if at < count else NO_LIMIT * FS
+                self._next_arrival = arrivals[at] if at < count else END_OF_TIME
                 self._ns = self._now // FS_PER_NS
                 self._arrive(at - 1)
             else:
@@ -183,7 +119,8 @@ class Loop:
 
     def _result(self) -> SimResult:
         for site in self._sites.values():
-            self._sync(site)
+            if site.hidden > 0 or site.untold:
+                self._sync(site)
         return SimResult(
             arrivals=self._workload.arrivals,
             started=tuple(self._started),
@@ -217,15 +154,17 @@ class Loop:
         self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
 
     def _step_done(self, site: Site) -> None:
-        if site.hidden and len(site.free) > 1:
-            self._roll(site)
+        if site.hidden and not site.single:
+            other = self._heap[0] if self._heap else (END_OF_TIME, 0)
+            site.roll((other[0], other[1]), self._next_arrival)
+            site.version += 1
+            heappush(self._heap, (site.due(), site.index, site.version, site))
             return
         if site.hidden:
-            self._jump_ahead(site, site.hidden)
+            site.jump(site.hidden)
         self._tell(site)
-        _, step_id, _ = site.flights.popleft()
         site.hidden = UNKNOWN
-        self._ask(site, StepDone(step_id))
+        self._ask(site, StepDone(site.flights.popleft().step_id))
 
     def _landed(self, site: Site, source: Site, request_id: str) -> None:
         self._landings[int(request_id)] = self._now
@@ -277,7 +216,9 @@ class Loop:
             self._sync(site)
         for command in site.machine.handle(event, self._ns):
             if isinstance(command, BriefStep):
-                self._launch(site, command)
+                if command.prompts:
+                    self._prompts_start(command.prompts)
+                site.launch(command.step_id, command.work, self._now, self._turn)
             elif isinstance(command, Emit):
                 self._emit(site, command)
             elif isinstance(command, Release):
@@ -346,25 +287,11 @@ class Loop:
 
     # steps
 
-    def _launch(self, site: Site, step: BriefStep) -> None:
-        work = step.work
-        for request_id in step.prompts:
+    def _prompts_start(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
             index = int(request_id)
             if self._started[index] == NEVER:
                 self._started[index] = self._now
-        site.flights.append((self._through(site, work, self._now), step.step_id, work))
-        site.steps += 1
-        site.tokens += work.new_tokens + work.decode_seqs
-        site.launched = self._turn
-        site.hidden = UNKNOWN
-
-    def _through(self, site: Site, work: StepFeatures, at: int) -> int:
-        """When a step that is launched at ``at`` has passed all stages, each of which takes one step at a time."""
-        free, busy = site.free, site.busy
-        for stage, took in enumerate(site.cost.stages(work)):
-            at = free[stage] = (at if at > free[stage] else free[stage]) + took
-            busy[stage] += took
-        return at
 
     def _schedule(self, site: Site) -> None:
         """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
@@ -372,53 +299,13 @@ class Loop:
         if hidden == site.hidden:
             return
         site.hidden = hidden
-        end, _, work = site.flights[0]
-        if hidden and len(site.free) == 1:
-            end += site.cost.run(later(work, 1), hidden)
         site.version += 1
-        heappush(self._heap, (end, site.index, site.version, site))
+        heappush(self._heap, (site.due(), site.index, site.version, site))
 
     def _sync(self, site: Site) -> None:
-        """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
-        if site.untold:
-            self._tell(site)
-        elif site.hidden > 0 and len(site.free) == 1 and site.launched != self._turn:
-            end, _, work = site.flights[0]
-            # of what happens now, the ends of steps of the first instances come first
-            until = self._now - (site.index >= self._rank)
-            if end <= until:
-                self._jump_ahead(site, 1 + site.cost.steps_within(later(work, 1), until - end))
-
-    def _jump_ahead(self, site: Site, count: int) -> None:
-        """The steps of an instance with one stage, in closed form."""
-        end, step_id, work = site.flights.popleft()
-        took = site.cost.run(later(work, 1), count)
-        site.flights.append((end + took, step_id + count, later(work, count)))
-        site.free[0] += took
-        site.busy[0] += took
-        site.steps += count
-        site.tokens += count * work.decode_seqs
-        site.hidden -= count
-        site.untold = count
+        # of what happens now, the ends of steps of the first instances come first
+        site.sync(self._now - (site.index >= self._rank), self._turn)
         self._tell(site)
-
-    def _roll(self, site: Site) -> None:
-        """The steps of an instance with several stages, one by one, until something else happens."""
-        other = self._heap[0] if self._heap else (NO_LIMIT * FS, 0)
-        flights, index, through = site.flights, site.index, self._through
-        while site.hidden:
-            end, step_id, work = flights[0]
-            if (end, index) >= other or end > self._next_arrival:
-                break
-            flights.popleft()
-            work = later(work, 1)
-            flights.append((through(site, work, end), step_id + len(flights) + 1, work))
-            site.steps += 1
-            site.tokens += work.decode_seqs
-            site.untold += 1
-            site.hidden -= 1
-        site.version += 1
-        heappush(self._heap, (flights[0][0], index, site.version, site))
 
     def _tell(self, site: Site) -> None:
         """Tell the machine of the steps that have ended without a decision."""
@@ -430,9 +317,3 @@ class Loop:
     def _post(self, at: int, rank: int, what: object) -> None:
         self._posted += 1
         heappush(self._heap, (at, rank, self._posted, what))
-
-
-def later(features: StepFeatures, steps: int) -> StepFeatures:
-    """What the decode step ``steps`` steps later does, with the same sequences."""
-    seqs = features.decode_seqs
-    return StepFeatures(0, 0, 0, seqs, features.decode_context + steps * seqs)
