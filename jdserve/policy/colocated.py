@@ -16,13 +16,14 @@ from __future__ import annotations
 from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import ColocatedInstance
 from jdserve.core.request import State
-from jdserve.policy.base import Part, Scheduler, watermark_pages
+from jdserve.policy.base import Part, watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Reject
+from jdserve.policy.decoding import DecodingScheduler
 from jdserve.policy.events import Arrived, Cancelled, Event, StepDone
 from jdserve.policy.held import Batch, Held
 
 
-class ColocatedScheduler(Scheduler):
+class ColocatedScheduler(DecodingScheduler):
     """Takes Arrived, Cancelled and StepDone.
 
     Args:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import DecodeInstance
 from jdserve.core.request import Sequence, State
-from jdserve.policy.base import Scheduler, watermark_pages
+from jdserve.policy.base import watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject
+from jdserve.policy.decoding import DecodingScheduler
 from jdserve.policy.events import Cancelled, Event, KVLanded, KVReady, PullFailed, StepDone
 from jdserve.policy.held import Held
 
 
-class DecodeScheduler(Scheduler):
+class DecodeScheduler(DecodingScheduler):
     """Takes KVReady, KVLanded, PullFailed, Cancelled and StepDone.
 
     Args:

@@ -49,7 +49,6 @@ class PrefillScheduler(Scheduler):
             ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
-        self._steady = None
         match event:
             case StepDone():
                 self._step_done(event, commands)
@@ -79,6 +78,9 @@ class PrefillScheduler(Scheduler):
     def _cancelled(self, request_id: str, commands: list[Command]) -> None:
         self._cancel(request_id, commands)
         self._drop_parked(request_id, commands)
+
+    def _withdraw(self, held: Held) -> None:
+        raise AssertionError(f"request {held.id} runs, but is in no step")
 
     def _drop_parked(self, request_id: str, commands: list[Command]) -> None:
         held = self._parked.pop(request_id, None)

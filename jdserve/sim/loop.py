@@ -295,7 +295,7 @@ class Loop:
 
     def _schedule(self, site: Site) -> None:
         """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
-        hidden = site.machine.horizon() if site.jumps else 0
+        hidden = site.decoder.horizon() if site.decoder else 0
         if hidden == site.hidden:
             return
         site.hidden = hidden
@@ -309,8 +309,8 @@ class Loop:
 
     def _tell(self, site: Site) -> None:
         """Tell the machine of the steps that have ended without a decision."""
-        if site.untold:
-            site.machine.advance(site.untold, self._ns)
+        if site.untold and site.decoder:
+            site.decoder.advance(site.untold, self._ns)
             self._events += site.untold
             site.untold = 0
 
