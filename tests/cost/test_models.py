@@ -113,6 +113,31 @@ def test_memory_agrees_with_what_the_reference_engine_found(name: str) -> None:
         assert fits.pages * 16 == pytest.approx(tokens, rel=1 / 12), (tp, pp)
 
 
+@pytest.mark.parametrize("name", ["llama-2-70b", "opt-13b", "smollm2-135m"])
+def test_memory_holds_every_weight_of_the_largest_stage(name: str) -> None:
+    spec = model(name)
+
+    def weights(pp: int) -> int:
+        got = memory(
+            spec,
+            "bfloat16",
+            1,
+            pp,
+            device_bytes=1 << 40,
+            page_size=16,
+            max_model_len=64,
+            step_tokens=64,
+            batch=1,
+        )
+        return got.weights
+
+    assert weights(1) == 2 * spec.parameters
+    table = 2 * spec.hidden * (spec.vocab + (spec.context if spec.learned_positions else 0))
+    assert weights(2) == pytest.approx(
+        spec.parameters - table / 2 * (1 if spec.tied_embeddings else 2) + table, rel=1e-4
+    )
+
+
 def test_memory_says_what_is_missing() -> None:
     got = memory(
         model("llama-3-70b"),
