@@ -303,7 +303,8 @@ def _options(study: Study) -> str:
     rows = "".join(
         f"<tr><td>{option.family}</td><td>{escape(option.label)}</td><td class='n'>{option.devices}</td>"
         f"<td class='n'>{option.rate:.3g}</td><td class='n'>{option.before.share:.1%}</td>"
-        f"<td class='n'>{option.added:+d}</td><td class='n'>{option.attainment.share:.1%}</td>"
+        f"<td class='n'>{f'{option.added:+d}' if option.added else '0'}</td>"
+        f"<td class='n'>{option.attainment.share:.1%}</td>"
         f"<td class='n'>{'' if option.goodput is None else f'{option.goodput:.3g}'}</td>"
         f"<td>{escape(', '.join(f'{name} {rate:.3g}' for name, rate in option.phases.items()))}</td></tr>"
         for option in study.result.options

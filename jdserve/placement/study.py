@@ -34,7 +34,7 @@ RATES = (0.3, 0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3, 1.5, 1.75, 2.0)
 SCALES = tuple(round(0.2 + 0.05 * n, 2) for n in range(37))
 """Factors for both latencies of the SLO."""
 
-PERCENTILES = (*range(1, 100), 99.5, 99.9)
+PERCENTILES = (*(float(percent) for percent in range(1, 100)), 99.5, 99.9)
 
 BEYOND = 1.15
 """What gives way first is looked for at this many times the goodput."""
@@ -258,13 +258,13 @@ class _Closer:
         self._option = result.option
         self._plan = plan
         self._best = composed(job, plan)
-        self._others = [(o, o.plan) for o in result.options[1:] if hasattr(o, "plan")]
+        self._others = [(o, o.plan) for o in result.options[1:]]
         self._progress = progress
         self._done, self._all = 0, (len(RATES) + 1) * (1 + len(self._others)) + 2
 
     def _run(self, what: Composed, rate: float) -> SimResult:
-        """As long as the runs that confirmed the plan."""
-        result = self._evaluator.run(what, rate, times=self._job.confirm)
+        """Of the winner as long as the runs that confirmed it."""
+        result = self._evaluator.run(what, rate, times=self._job.confirm if what is self._best else 1)
         self._done += 1
         if self._progress is not None:
             self._progress("report", self._done, self._all)
@@ -293,7 +293,9 @@ class _Closer:
 
     def _system(self, family: Family, label: str, what: Composed, goodput: float | None, rate: float) -> System:
         slo = self._job.slo
-        points = [self._point(what, factor * (goodput or rate)) for factor in RATES]
+        # plans without a measured goodput are looked at around that of the winner, device for device
+        base = goodput or (self._option.goodput or self._option.rate) / self._option.devices * what.devices
+        points = [self._point(what, factor * base) for factor in RATES]
         shown = self._run(what, rate)
         factors = np.maximum(shown.ttft_s() / slo.ttft_s, shown.tpot_s() / slo.tpot_s)
         tightest = slo_scale(shown, slo)

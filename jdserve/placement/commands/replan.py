@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from jdserve.core.errors import InvalidWorkload
-from jdserve.core.plan import Plan, role_of
+from jdserve.core.plan import ColocatedInstance, Instance, Plan, role_of
 from jdserve.cost.models import model as known_model
 from jdserve.placement.commands.inputs import (
     EXIT_CODES,
@@ -225,4 +225,9 @@ def _devices(plan: Plan) -> int:
 
 
 def _kinds(plan: Plan) -> Counter[str]:
-    return Counter(f"{role_of(one)} tp{one.tp} pp{one.pp}" for one in plan.instances)
+    return Counter(f"{_role(one)} tp{one.tp} pp{one.pp}" for one in plan.instances)
+
+
+def _role(instance: Instance) -> str:
+    how = f" {instance.mode} {instance.token_budget}" if isinstance(instance, ColocatedInstance) else ""
+    return role_of(instance) + how
