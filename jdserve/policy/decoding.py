@@ -182,6 +182,8 @@ class DecodingScheduler(Scheduler):
             if batch is None or flights[0].parts or batch.leaving or not batch.members:
                 return 0
             most = batch.left() - 1
+            if self.pool.available >= len(batch.members) * (most // batch.page_size + 1):
+                return most
             return pages_last((batch,), self.pool.available, most) if most else 0
         total = 0
         for flight in flights:
