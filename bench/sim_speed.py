@@ -1,6 +1,6 @@
 """The simulator and the search beside those of the reference, on the same arrivals, latencies and placements.
 
-    python bench/sim_speed.py [--quick] [--check] [--data PATH]
+    python bench/sim_speed.py [--quick] [--check] [--data PATH] [--reference CHECKOUT [--reference-python PATH]]
 
 What the reference (simdistserve of LLMServe/DistServe) said and how long it took is in ``simdistserve_reference.json``;
 what it said of each request, in the columns ``ref_*`` of the table of real runs. Its policy is a matter of plan fields:
@@ -10,7 +10,8 @@ as it has output tokens, one more than here.
 - *runs*: one simulation each. Times to first token must agree to a microsecond for every request of every run, times
   per output token for every request of the runs in which decode never holds more than the 50,000 tokens that the
   reference puts into a step at most (what does not fit takes turns there; here a step takes all). CPU seconds are the
-  least of a few repetitions, beside the reference's for a whole run and for its event loop alone.
+  least of a few repetitions, beside the reference's for a whole run and for its event loop alone. With a checkout of
+  the reference, and an interpreter that has simpy and pandas, it does the same run now, in a process of its own.
 - *searches*: its search spaces (a prefill and a decode instance on one node), its 300 requests, and its criterion: the
   90th percentiles of TTFT and TPOT within 0.2 and 0.1 s, each on its own, bisected over the rate per device. No time to
   first token depends on decode here, so a rate at which prefill fails alone needs no other look.
@@ -23,7 +24,9 @@ import argparse
 import csv
 import json
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -106,7 +109,8 @@ class Compared:
 
     Attributes:
         cpu_s: ours.
-        whole_s, loop_s: CPU seconds of the reference for a whole run, and for its event loop; None if unmeasured.
+        whole_s: CPU seconds of the reference for a whole run: now, with a checkout, else as recorded; None if neither.
+        loop_s: as recorded, of its event loop alone; None if unmeasured.
         ttft_ms, tpot_ms: largest difference.
         most_tokens: most tokens of context that decode held.
         attainment, theirs: percent of requests that meet 0.2 and 0.1 s.
@@ -123,7 +127,7 @@ class Compared:
     theirs: float
 
 
-def compare(run: Run, timing: Mapping[str, Any] | None, repetitions: int) -> Compared:
+def compare(run: Run, timing: Mapping[str, Any] | None, repetitions: int, checkout: Checkout | None) -> Compared:
     """Simulate a run of the reference."""
     plan, costs = placed(2, 1, 1, run.pp)
     workload = one_more(run.workload)
@@ -134,7 +138,7 @@ def compare(run: Run, timing: Mapping[str, Any] | None, repetitions: int) -> Com
     return Compared(
         name=run.name,
         cpu_s=cpu_s,
-        whole_s=timing["run_experiment_cpu_s"] if timing else None,
+        whole_s=checkout.cpu_s(run) if checkout else timing["run_experiment_cpu_s"] if timing else None,
         loop_s=timing["env_run_cpu_s"] if timing else None,
         ttft_ms=float(np.abs(ttft - run.reference.ttft_ms).max()),
         tpot_ms=float(np.abs(tpot - run.reference.tpot_ms).max()),
@@ -142,6 +146,65 @@ def compare(run: Run, timing: Mapping[str, Any] | None, repetitions: int) -> Com
         attainment=float(100 * met.mean()),
         theirs=run.reference.met(SLO_S),
     )
+
+
+class Checkout:
+    """The reference, run where it lies.
+
+    Args:
+        path: of the checkout.
+        python: interpreter that has its dependencies.
+    """
+
+    DRIVER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from simdistserve.benchmarks import simulate_dist
+args = simulate_dist.parse_args(sys.argv[2:])
+run = getattr(simulate_dist, "run_experiment", simulate_dist.main)
+started = time.process_time()
+run(args)
+print(time.process_time() - started)
+"""
+
+    def __init__(self, path: Path, python: str) -> None:
+        self._path = path
+        self._python = python
+
+    def cpu_s(self, run: Run) -> float:
+        """CPU seconds that the reference takes for a run, its imports not counted.
+
+        Raises:
+            BenchFailed: it did not end well.
+        """
+        work = run.workload
+        rows = [
+            {"start_time": at / 1e12, "prompt_len": prompt, "output_len": output}
+            for at, prompt, output in zip(work.arrivals, work.inputs, work.outputs, strict=True)
+        ]
+        placement = ("--tp-prefill", "2", "--pp-prefill", "1", "--tp-decode", "1", "--pp-decode", str(run.pp))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "workload.json"
+            file.write_text(json.dumps(rows))
+            what = (
+                "--backend",
+                "distserve",
+                "--model",
+                "facebook/opt-13b",
+                "--N",
+                str(len(rows)),
+                "--arrival",
+                "custom",
+            )
+            done = subprocess.run(
+                [self._python, "-c", self.DRIVER, self._path, *what, "--workload", file, *placement],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode:
+            raise BenchFailed(f"--reference: {run.name} failed: {done.stderr.strip().splitlines()[-1:]}")
+        return float(done.stdout.strip().splitlines()[-1])
 
 
 def timed(work: Callable[[], SimResult], repetitions: int) -> tuple[SimResult, float]:
@@ -359,7 +422,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one repetition, no search for 32 devices")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless everything asked of the figures holds")
     parser.add_argument("--data", type=Path, default=DATA, metavar="PATH", help="folder with the reference's figures")
+    parser.add_argument("--reference", type=Path, metavar="CHECKOUT", help="of LLMServe/DistServe, to be run as well")
+    parser.add_argument(
+        "--reference-python", default=sys.executable, metavar="PATH", help="interpreter for it (default: this one)"
+    )
     options = parser.parse_args()
+    checkout = Checkout(options.reference, options.reference_python) if options.reference else None
     try:
         reference = json.loads((options.data / "simdistserve_reference.json").read_text())
         lengths = sample(options.data)
@@ -370,13 +438,13 @@ def main() -> int:
     timing = {row["run"]: row for row in reference["timing_cpu"]}
     try:
         simulate(*placed(1, 1, 1, 1)[:1], every[0].workload, costs=placed(1, 1, 1, 1)[1])  # warm
-        runs = [compare(run, timing.get(run.name), 1 if options.quick else 5) for run in every]
+        runs = [compare(run, timing.get(run.name), 1 if options.quick else 5, checkout) for run in every]
         searches = [search_like(name, reference["searches"][name], lengths) for name in LIMITS]
         larges: list[Large] = []
         if not options.quick:
             for model, slo in (("opt-13b", SLO_S), ("opt-66b", SLO(2.5, 0.15))):
                 larges += (large(model, affinity, slo, a100_kv_tokens(model)) for affinity in ("low", "high"))
-    except JdserveError as error:
+    except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
     checks = verdicts(runs, searches, larges)
