@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from jdserve.core.pages import pages_for
@@ -20,6 +21,9 @@ L_M_STEP = 64
 """L_m is a multiple of this many tokens."""
 
 L_M_MAX = 16_384
+
+SHORT = 4
+"""A prefill step holds prompts of a quarter of the mean length without being cut short."""
 
 
 class Sized(NamedTuple):
@@ -69,6 +73,10 @@ class Sizer:
             return pages
         return Sized(self._instance(part, pages, lm, batch, budget), cost)
 
+    def _prompts(self, lm: int) -> int:
+        """Most prompts in one prefill step: some more than mean ones of ``lm`` tokens in all."""
+        return max(min(math.ceil(SHORT * lm / self._job.sample.mean_input), self._job.max_batch), 1)
+
     def _pages(self, part: Part, step: int, batch: int) -> int | str:
         job = self._job
         if job.kv_tokens is not None:
@@ -102,11 +110,10 @@ class Sizer:
         return low * cost.pp if low * cost.pp <= self._job.max_num_seqs else self._job.max_num_seqs
 
     def _instance(self, part: Part, pages: int, lm: int, batch: int, budget: int) -> Instance:
-        job = self._job
         common = {"name": "x", "tp": part.tp, "pp": part.pp, "pages": pages}
         match part.role:
             case "prefill":
-                return PrefillInstance(**common, lm_tokens=lm, max_batch=job.max_batch)
+                return PrefillInstance(**common, lm_tokens=lm, max_batch=self._prompts(lm))
             case "decode":
                 return DecodeInstance(**common, max_num_seqs=batch)
             case "colocated":
