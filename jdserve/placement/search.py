@@ -69,7 +69,7 @@ def search(
     confirm: int = 4,
     tolerance: float = 0.02,
     seed: int = 0,
-    workers: int | None = None,
+    workers: int | None = 1,
     exhaustive: bool = False,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -100,7 +100,8 @@ def search(
         confirm: the plan that is handed over is simulated with so many times the requests.
         tolerance: goodputs this close count as equal.
         seed: of lengths and arrivals of a trace.
-        workers: processes; by default one per core once the search is large.
+        workers: processes; None takes one per core once the search is large. With more than one, a script must guard what
+            it does by ``if __name__ == "__main__"``, since the processes load it too.
         exhaustive: measure every candidate instead of pruning; for reports and tests.
         progress: called with what is being searched, how many candidates are done, and of how many.
 
