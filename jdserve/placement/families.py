@@ -25,7 +25,7 @@ from jdserve.placement.job import Job
 from jdserve.placement.layout import NoRoom
 from jdserve.placement.result import Entry, Option
 from jdserve.placement.runner import Runner, Task
-from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, tournament
+from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, Smallest, tournament
 from jdserve.sim.attainment import Attainment, attainment, needed
 
 Reach = Literal["any", "host"]
@@ -118,6 +118,8 @@ class Families:
         job = self._job
         if job.rate:
             return AtRate(self._evaluator, job.rate, job.devices)
+        if job.rate is not None:
+            return Smallest(self._evaluator)
         return PerDevice(self._evaluator) if self._most is None else Budget(self._evaluator, self._most)
 
     def contest(self, family: Family, units: Iterable[Unit]) -> list[Contestant]:
@@ -206,8 +208,8 @@ class Families:
                 only where the others do not fit.
             veto: told the first plan and its rate; when it says so, there is no plan.
         """
-        each, fewest = PerDevice(self._evaluator), self.goal() if self._job.rate else None
-        for goal in [fewest] if wide and fewest else [each, fewest]:
+        each, fewest = PerDevice(self._evaluator), self.goal() if self._job.rate is not None else None
+        for goal in [fewest] if fewest and (wide or not self._job.rate) else [each, fewest]:
             choice = None if goal is None else self._phases_apart(goal, veto)
             if choice is not None:
                 return choice
@@ -226,7 +228,9 @@ class Families:
             return None
         decode, d = found
         rates = (self._evaluator.rate(p), self._evaluator.rate(d))
-        counts = phase_counts(rates, (prefill.devices, decode.devices), self._job.rate or None, most, self.whole)
+        counts = (1, 1)
+        if self._job.rate != 0:
+            counts = phase_counts(rates, (prefill.devices, decode.devices), self._job.rate, most, self.whole)
 
         def make(counts: tuple[int, ...]) -> Composed:
             parts = [msgspec.structs.replace(part, count=n) for part, n in zip((prefill, decode), counts, strict=True)]

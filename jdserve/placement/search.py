@@ -100,8 +100,8 @@ def search(
         confirm: the plan that is handed over is simulated with so many times the requests.
         tolerance: goodputs this close count as equal.
         seed: of lengths and arrivals of a trace.
-        workers: processes; None takes one per core once the search is large. With more than one, a script must guard what
-            it does by ``if __name__ == "__main__"``, since the processes load it too.
+        workers: processes; None takes one per core once the search is large. With more than one, a script must guard
+            what it does by ``if __name__ == "__main__"``, since the processes load it too.
         exhaustive: measure every candidate instead of pruning; for reports and tests.
         progress: called with what is being searched, how many candidates are done, and of how many.
 
@@ -175,7 +175,7 @@ class _Search:
         self._exhaustive = exhaustive
         self._progress = progress
         self._warnings = warnings
-        most = devices if devices is not None and not job.rate else None
+        most = devices if job.rate is None else None
         self._families = Families(job, runner, most, exhaustive, progress)
 
     def run(self) -> SearchResult:
@@ -237,6 +237,8 @@ class _Search:
         if self._job.rate:
             return option.devices, -option.attainment.share
         goodput = option.goodput or 0.0
+        if self._job.rate is not None:
+            return option.devices, -goodput
         return -goodput if self._families.whole else -goodput / option.devices, option.devices
 
     def _loads(self, composed: Composed, rate: float) -> tuple[LinkLoad, ...]:
@@ -283,9 +285,11 @@ class _Search:
     def _why(self, label: str, devices: int, rate: float) -> str:
         if self._job.rate:
             return f"{label}: {devices} devices carry {self._job.rate:.4g} req/s, no candidate does with fewer"
-        if self._job.rate is None:
-            return f"{label}: {rate:.4g} req/s on {devices} devices, no candidate has more per device"
-        return f"{label}: the smallest plan, for a rate of 0"
+        if self._job.rate is not None:
+            return f"{label}: the smallest plan, {devices} devices, for a rate of 0"
+        if self._families.whole:
+            return f"{label}: {rate:.4g} req/s, no candidate carries more on at most {self._job.devices} devices"
+        return f"{label}: {rate:.4g} req/s on {devices} devices, no candidate has more per device"
 
     def _finished(self, plan: Plan, shown: SimResult, rate: float, goodput: float | None) -> Plan:
         """The plan with what it predicts, checked."""

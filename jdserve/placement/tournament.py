@@ -117,6 +117,31 @@ class Budget:
         return f"{rate * (self._most // devices):.3g} req/s on {self._most} devices"
 
 
+class Smallest:
+    """The fewest devices that meet the SLO at all; of equally many, the highest goodput.
+
+    Args:
+        evaluator: its grid of rates.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+
+    def to_beat(self, devices: int, best: Score | None) -> float | None:
+        """See :class:`Goal`."""
+        if best is None or devices < best.devices:
+            return 0.0
+        return self._evaluator.rate(best.step) if devices == best.devices else None
+
+    def strictly(self) -> bool:
+        """See :class:`Goal`."""
+        return True
+
+    def why(self, rate: float, devices: int) -> str:
+        """See :class:`Goal`."""
+        return f"more than {rate:.3g} req/s on as many devices"
+
+
 class AtRate:
     """The fewest devices that carry ``rate``, of at most ``most``.
 

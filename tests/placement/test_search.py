@@ -167,6 +167,9 @@ def test_rate_0_gives_the_smallest_plan() -> None:
     assert result.feasible
     assert result.plan is not None
     assert len(result.plan.instances) == 2
+    everything = run(rate=0.0)
+    assert everything.option is not None
+    assert everything.option.devices == 1
 
 
 def test_a_rate_beyond_the_cluster_tells_what_it_carries() -> None:

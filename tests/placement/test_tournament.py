@@ -17,7 +17,7 @@ from jdserve.placement.evaluate import Evaluator, highest
 from jdserve.placement.families import phase_counts
 from jdserve.placement.job import Sample
 from jdserve.placement.runner import Task
-from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, tournament
+from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, Smallest, tournament
 from jdserve.sim.workload import Workload
 
 GRID: Any = Evaluator(SimpleNamespace(tolerance=0.1))  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ candidates = st.lists(
 
 
 def goals(rate: float, most: int) -> list[Goal]:
-    return [PerDevice(GRID), Budget(GRID, most), AtRate(GRID, rate, most)]
+    return [PerDevice(GRID), Budget(GRID, most), AtRate(GRID, rate, most), Smallest(GRID)]
 
 
 def value(goal: Goal, step: int | None, devices: int) -> float:
@@ -64,6 +64,8 @@ def value(goal: Goal, step: int | None, devices: int) -> float:
     rate = GRID.rate(step)
     if isinstance(goal, PerDevice):
         return rate / devices
+    if isinstance(goal, Smallest):
+        return -devices + rate / 1e9
     if isinstance(goal, Budget):
         return rate * (goal._most // devices) if devices <= goal._most else -math.inf
     assert isinstance(goal, AtRate)
