@@ -134,3 +134,28 @@ def colocated_units(pairs: list[tuple[int, int]]) -> Iterator[Unit]:
     for tp, pp in pairs:
         for mode, budget in MODES:
             yield Unit("colocated", (Part("colocated", tp, pp, 1, mode, budget),))
+
+
+def phase_counts(
+    rates: tuple[float, float], devices: tuple[int, int], rate: float | None, most: int, whole: bool
+) -> tuple[int, int]:
+    """How many instances of each phase.
+
+    Args:
+        rates: goodput of one instance of each.
+        devices: of one instance of each; one of each fits.
+        rate: to carry; None for the mix of the highest goodput.
+        most: devices in all.
+        whole: the goodput of all devices together counts, not that per device.
+    """
+    if rate is not None:
+        return math.ceil(rate / rates[0]), math.ceil(rate / rates[1])
+    mixes = [
+        (n, m) for n in range(1, most // devices[0] + 1) for m in range(1, (most - n * devices[0]) // devices[1] + 1)
+    ]
+
+    def value(mix: tuple[int, int]) -> float:
+        used = mix[0] * devices[0] + mix[1] * devices[1]
+        return min(mix[0] * rates[0], mix[1] * rates[1]) / (1 if whole else used)
+
+    return max(mixes, key=value)

@@ -101,6 +101,17 @@ def alone_plan(job: Job, sizer: Sizer, part: Part) -> Composed:
     return Composed(_plan(job, tuple(instances), workers, "any"), costs, None)
 
 
+def label(composed: Composed) -> str:
+    """The instances of a plan, for people."""
+    kinds: dict[str, int] = {}
+    for instance in composed.plan.instances:
+        role = {"p": "prefill", "d": "decode", "c": "colocated"}[instance.name[0]]
+        how = f" {mode}" if (mode := getattr(instance, "mode", "")) else ""
+        key = f"{role}{how} tp{instance.tp} pp{instance.pp}"
+        kinds[key] = kinds.get(key, 0) + 1
+    return " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
 def _plan(
     job: Job, instances: tuple[Instance, ...], workers: tuple[Worker, ...], reach: Literal["any", "host"]
 ) -> Plan:

@@ -19,8 +19,9 @@ from jdserve.placement.candidates import (
     degrees,
     low_units,
     mixed_units,
+    phase_counts,
 )
-from jdserve.placement.compose import Composed, compose
+from jdserve.placement.compose import Composed, compose, label
 from jdserve.placement.job import Job
 from jdserve.placement.layout import NoRoom
 from jdserve.placement.result import Entry, Option
@@ -351,42 +352,6 @@ class Families:
     def _told(self, what: str) -> Callable[[int, int], None] | None:
         progress = self._progress
         return None if progress is None else lambda done, total: progress(what, done, total)
-
-
-def phase_counts(
-    rates: tuple[float, float], devices: tuple[int, int], rate: float | None, most: int, whole: bool
-) -> tuple[int, int]:
-    """How many instances of each phase.
-
-    Args:
-        rates: goodput of one instance of each.
-        devices: of one instance of each; one of each fits.
-        rate: to carry; None for the mix of the highest goodput.
-        most: devices in all.
-        whole: the goodput of all devices together counts, not that per device.
-    """
-    if rate is not None:
-        return math.ceil(rate / rates[0]), math.ceil(rate / rates[1])
-    mixes = [
-        (n, m) for n in range(1, most // devices[0] + 1) for m in range(1, (most - n * devices[0]) // devices[1] + 1)
-    ]
-
-    def value(mix: tuple[int, int]) -> float:
-        used = mix[0] * devices[0] + mix[1] * devices[1]
-        return min(mix[0] * rates[0], mix[1] * rates[1]) / (1 if whole else used)
-
-    return max(mixes, key=value)
-
-
-def label(composed: Composed) -> str:
-    """The instances of a plan, for people."""
-    kinds: dict[str, int] = {}
-    for instance in composed.plan.instances:
-        role = {"p": "prefill", "d": "decode", "c": "colocated"}[instance.name[0]]
-        how = f" {mode}" if (mode := getattr(instance, "mode", "")) else ""
-        key = f"{role}{how} tp{instance.tp} pp{instance.pp}"
-        kinds[key] = kinds.get(key, 0) + 1
-    return " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
 def _option(

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdserve.placement.candidates import Part, low_units, mixed_units
+from jdserve.placement.candidates import Part, low_units, mixed_units, phase_counts
 from jdserve.placement.evaluate import Evaluator, highest
-from jdserve.placement.families import phase_counts
 from jdserve.placement.job import Sample
 from jdserve.placement.runner import Task
 from jdserve.placement.tournament import AtRate, Budget, Contestant, Goal, PerDevice, Smallest, tournament
