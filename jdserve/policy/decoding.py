@@ -55,16 +55,22 @@ class DecodingScheduler(Scheduler):
         """
         if self._depth == 1:
             return self._everybody()
-        waiting = len(self._idle) + sum(len(batch) for batch in self._resting)
+        waiting = len(self._idle)
+        for batch in self._resting:
+            waiting += len(batch.members)
         if not waiting:
             self._resting.clear()
             return None
-        flying = sum(len(flight.batch) - len(flight.batch.leaving) for flight in self._flights if flight.batch)
+        flying = 0
+        for flight in self._flights:
+            if flight.batch is not None:
+                flying += len(flight.batch.members) - len(flight.batch.leaving)
         size = min(-(-(waiting + flying) // self._depth), -(-waiting // self._places))
         batch = self._gather(size)
-        for held in list(itertools.islice(self._idle.values(), size - len(batch))):
-            del self._idle[held.id]
-            batch.join(held)
+        if self._idle:
+            for held in list(itertools.islice(self._idle.values(), size - len(batch.members))):
+                del self._idle[held.id]
+                batch.join(held)
         return batch
 
     def _everybody(self) -> Batch | None:
@@ -94,11 +100,11 @@ class DecodingScheduler(Scheduler):
             return Batch(self.pool)
         batch = resting[0]
         last = next(reversed(batch.members.values())).order
-        if len(resting) > 1 or any(held.order < last for held in self._idle.values()):
+        if len(resting) > 1 or (self._idle and any(held.order < last for held in self._idle.values())):
             batch = Batch(self.pool)
             for other in resting:
                 self._disband(other)
-        elif len(batch) > size:
+        elif len(batch.members) > size:
             self._disband(batch, size)
         return batch
 
@@ -185,19 +191,33 @@ class DecodingScheduler(Scheduler):
             if self.pool.available >= len(batch.members) * (most // batch.page_size + 1):
                 return most
             return pages_last((batch,), self.pool.available, most) if most else 0
+        return self._horizon_of_several()
+
+    def _horizon_of_several(self) -> int:
+        batches: list[Batch] = []
         total = 0
-        for flight in flights:
-            if flight.parts or not flight.batch or flight.batch.leaving:
+        for flight in self._flights:
+            batch = flight.batch
+            if batch is None or flight.parts or batch.leaving:
                 return 0
-            total += len(flight.batch)
+            batches.append(batch)
+            total += len(batch.members)
+        turns = len(batches)
         share = -(-total // self._depth)
-        batches = [flight.batch for flight in flights if flight.batch]
-        for batch in batches:
+        most: int | None = None
+        for place, batch in enumerate(batches):
+            members = len(batch.members)
             # a batch that is no equal share, or that two free places would split, is dealt anew
-            if len(batch) > share or (len(batch) > 1 and self._places):
+            if members > share or (members > 1 and turns < self._depth):
                 return 0
-        most = min(place + (batch.left() - 1) * len(batches) for place, batch in enumerate(batches))
-        return pages_last(batches, self.pool.available, most) if most else 0
+            steps = place + (batch.left() - 1) * turns
+            if most is None or steps < most:
+                most = steps
+        if not most:
+            return 0
+        if self.pool.available >= total * (most // (turns * self.pool.page_size) + 2):
+            return most
+        return pages_last(batches, self.pool.available, most)
 
     def advance(self, k: int, now: int) -> list[Command]:
         """Take ``k`` StepDone events at once: one Emit per sequence, and the step that is launched last.

@@ -68,7 +68,7 @@ class Loop:
         self._now = 0
         self._ns = 0
         self._next_arrival = workload.arrivals[0]
-        self._rank = 0
+        self._ranks: list[int] = []  # of the events that have happened at this moment
         self._turn = 0
         self._events = 0
         self._inbox: deque[tuple[Site | None, Event]] = deque()
@@ -88,19 +88,16 @@ class Loop:
         inbox = self._inbox
         count, at = len(arrivals), 0
         while self._open and not (watch and watch.certain):
-            self._turn += 1
             if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
-                self._now, self._rank = arrivals[at], self._arriving
+                self._at(arrivals[at], self._arriving)
                 at += 1
                 self._next_arrival = arrivals[at] if at < count else END_OF_TIME
-                self._ns = self._now // FS_PER_NS
                 self._arrive(at - 1)
             else:
                 end, rank, version, what = heappop(heap)
                 if rank < self._landing and version != what.version:
                     continue
-                self._now, self._rank = end, rank
-                self._ns = end // FS_PER_NS
+                self._at(end, rank)
                 if rank < self._landing:
                     self._step_done(what)
                 elif rank == self._landing:
@@ -302,9 +299,21 @@ class Loop:
         site.version += 1
         heappush(self._heap, (site.due(), site.index, site.version, site))
 
+    def _at(self, now: int, rank: int) -> None:
+        """The next event happens."""
+        self._turn += 1
+        if now == self._now:
+            self._ranks.append(rank)
+            return
+        self._now, self._ranks = now, [rank]
+        self._ns = now // FS_PER_NS
+
     def _sync(self, site: Site) -> None:
-        # of what happens now, the ends of steps of the first instances come first
-        site.sync(self._now - (site.index >= self._rank), self._turn)
+        """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
+        # those that end just now have ended before what comes behind them in the order of a moment
+        since = len(self._ranks) - (self._turn - site.launched)
+        passed = max(self._ranks[max(since, 0) :], default=-1)
+        site.sync(self._now if site.index < passed else self._now - 1)
         self._tell(site)
 
     def _tell(self, site: Site) -> None:

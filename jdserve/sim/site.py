@@ -138,9 +138,9 @@ class Site:
             return flight.end + self.cost.run(flight.later(1), self.hidden)
         return flight.end
 
-    def sync(self, until: int, turn: int) -> None:
-        """Tell the machine of the hidden steps that have ended by ``until``; it is then as after single steps."""
-        if not self.untold and self.single and self.launched != turn:
+    def sync(self, until: int) -> None:
+        """Take the hidden steps that have ended by ``until``, where they are not taken one by one."""
+        if self.single:
             flight = self.flights[0]
             if flight.end <= until:
                 self.jump(1 + self.cost.steps_within(flight.later(1), until - flight.end))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jdserve.sim.simulate import simulate
@@ -12,6 +12,7 @@ from sim.plans import Wires, random_plan, random_workload
 
 
 @given(seed=st.integers(0, 2**32 - 1))
+@example(seed=7050643)  # steps that take no time end at one moment with others
 @settings(max_examples=150, deadline=None)
 def test_jumping_gives_what_stepping_gives(seed: int) -> None:
     rng = random.Random(seed)
