@@ -42,10 +42,10 @@ def job(slo: SLO) -> Job:
     )
 
 
-@pytest.fixture(scope="module")
-def found() -> Study:
-    answer = run()
-    return study(job(SLO(0.06, 0.012)), answer)
+@pytest.fixture(scope="module", params=[True, False], ids=["wide", "narrow"])
+def found(request: pytest.FixtureRequest) -> Study:
+    """Of a plan with colocated instances, and of one whose KV moves."""
+    return study(job(SLO(0.06, 0.012)), run(wide=request.param))
 
 
 class Page(HTMLParser):

@@ -81,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidWorkload(f"--report: must end in .html or .json, got {path}")
     slo = slo_of(args)
     assert slo is not None
-    job = job_of(args, args.model, source_of(args), slo, args.rate, args.dtype, args.max_model_len)
+    source = source_of(args)
+    job = job_of(args, args.model, source, slo, args.rate, args.dtype, args.max_model_len)
     with bar(args.quiet) as progress:
-        result = searched(args, job, progress, args.checkpoint)
+        result = searched(args, job, source, progress, args.checkpoint)
         study = None
         if args.report:
             from jdserve.placement.study import study as look_closer
@@ -146,12 +147,22 @@ def job_of(
     )
 
 
-def searched(args: argparse.Namespace, job: Job, progress: Told | None, checkpoint: str | None) -> SearchResult:
-    """The answer to ``job``; ``checkpoint`` is the model as the plan shall name it, where it differs."""
+def searched(
+    args: argparse.Namespace, job: Job, source: Source, progress: Told | None, checkpoint: str | None
+) -> SearchResult:
+    """The answer to ``job``.
+
+    Args:
+        args: of :func:`~jdserve.placement.commands.inputs.add_search`.
+        job: see there.
+        source: its requests, the too long ones included.
+        progress: told how far it is.
+        checkpoint: model as the plan shall name it, where it differs.
+    """
     return search(
         job.spec,
         job.cluster,
-        job.source,
+        source,
         job.slo,
         rate=job.rate,
         devices=args.devices,

@@ -150,9 +150,10 @@ def run(args: argparse.Namespace) -> int:
     rate = found.traffic.rate_high if args.rate is None else args.rate
     name = args.model or present.model
     present.check(known_model(name))
-    job = job_of(args, name, _source(found.trace), slo, rate, present.dtype)
+    source = _source(found.trace)
+    job = job_of(args, name, source, slo, rate, present.dtype)
     with bar(args.quiet) as progress:
-        result = searched(args, job, progress, present.model)
+        result = searched(args, job, source, progress, present.model)
     for line in changes(job, present, result):
         print(line)
     if result.plan is None:
