@@ -68,7 +68,7 @@ def _card(title: str, sub: str, body: str) -> str:
 
 def _job(study: Study) -> str:
     slo = study.slo
-    asked = "the highest goodput per device" if study.asked is None else f"{study.asked:g} requests per second"
+    asked = "the highest goodput" if study.asked is None else f"{study.asked:g} requests per second"
     return (
         f'<p class="soft">{escape(study.workload)}: {study.mean_input:.0f} tokens in and {study.mean_output:.0f} out'
         f" on average. {slo.attainment:.4g} of the requests within TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s."

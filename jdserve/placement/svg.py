@@ -12,7 +12,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 440, 300
-LEFT, RIGHT, TOP, BOTTOM = 60, 14, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 60, 24, 14, 44
 
 
 class Line(NamedTuple):

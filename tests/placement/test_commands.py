@@ -250,20 +250,20 @@ def log(folder: Path, *stretches: tuple[float, float]) -> str:
 
 def replan(folder: Path, machines: str, requests: str, *flags: str) -> int:
     command = ["replan", "--from-log", requests, "--plan", str(folder / "plan.json"), "--cluster", machines]
-    return cli.main([*command, "--window", "20", *QUICK, *flags])
+    return cli.main([*command, "--window", "10", *QUICK, *flags])
 
 
 def test_replan_says_what_would_change(machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(machines, "--rate", "5", "-o", str(tmp_path / "plan.json")) == 0
     capsys.readouterr()
 
-    assert replan(tmp_path, machines, log(tmp_path, (100, 4))) == 0
+    assert replan(tmp_path, machines, log(tmp_path, (60, 4))) == 0
     out = capsys.readouterr().out
     assert "no significant shift" in out
     assert "keep it" in out
 
     new = tmp_path / "new.json"
-    assert replan(tmp_path, machines, log(tmp_path, (80, 4), (80, 150)), "-o", str(new)) == 0
+    assert replan(tmp_path, machines, log(tmp_path, (40, 4), (40, 150)), "-o", str(new)) == 0
     out = capsys.readouterr().out
     assert "rate 4 -> 150" in out
     assert "new:     " in out
@@ -272,12 +272,12 @@ def test_replan_says_what_would_change(machines: str, tmp_path: Path, capsys: py
 
     # back again: the smaller plan is proposed, at the rate it will see
     (tmp_path / "plan.json").write_bytes(new.read_bytes())
-    assert replan(tmp_path, machines, log(tmp_path, (80, 150), (80, 4))) == 0
+    assert replan(tmp_path, machines, log(tmp_path, (40, 150), (40, 4))) == 0
     out = capsys.readouterr().out
     assert "rate 150 -> 4" in out
     assert "  - " in out
     # and silence allows the smallest one
-    assert replan(tmp_path, machines, log(tmp_path, (80, 150)), "--until", "200") == 0
+    assert replan(tmp_path, machines, log(tmp_path, (40, 150)), "--until", "100") == 0
     out = capsys.readouterr().out
     assert "0 req/s (at most 0)" in out
     assert "new:     1 devices" in out

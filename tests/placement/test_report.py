@@ -166,4 +166,4 @@ def test_an_axis_has_a_few_ticks_inside(axis: Axis) -> None:
 def test_lines_stay_inside_the_picture() -> None:
     drawn = chart("t", Axis(0, 1, "x"), Axis(0, 1, "y"), [Line("a", "blue", [(-5, 9), (5, -9)])])
     (points,) = re.findall(r'points="([^"]*)"', drawn)
-    assert points == "60.0,14.0 426.0,256.0"
+    assert points == "60.0,14.0 416.0,256.0"
