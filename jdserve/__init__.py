@@ -16,21 +16,49 @@ if TYPE_CHECKING:
     from jdserve.core.profile import Profile
     from jdserve.core.request import SLO, SamplingParams
     from jdserve.core.spec import ModelSpec
+    from jdserve.cost.cluster import Cluster
     from jdserve.llm import LLM, Completion
+    from jdserve.placement import SearchResult, search
+    from jdserve.sim.goodput import goodput
+    from jdserve.sim.simulate import simulate
+    from jdserve.sim.workload import Source, Workload
 
 __version__ = VERSION
 
 _HOMES = {
     "LLM": "jdserve.llm",
+    "Cluster": "jdserve.cost.cluster",
     "Completion": "jdserve.llm",
     "ModelSpec": "jdserve.core.spec",
     "Plan": "jdserve.core.plan",
     "Profile": "jdserve.core.profile",
     "SLO": "jdserve.core.request",
     "SamplingParams": "jdserve.core.request",
+    "SearchResult": "jdserve.placement",
+    "Source": "jdserve.sim.workload",
+    "Workload": "jdserve.sim.workload",
+    "goodput": "jdserve.sim.goodput",
+    "search": "jdserve.placement",
+    "simulate": "jdserve.sim.simulate",
 }
 
-__all__ = ["LLM", "SLO", "Completion", "ModelSpec", "Plan", "Profile", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "SLO",
+    "Cluster",
+    "Completion",
+    "ModelSpec",
+    "Plan",
+    "Profile",
+    "SamplingParams",
+    "SearchResult",
+    "Source",
+    "Workload",
+    "__version__",
+    "goodput",
+    "search",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,41 @@ from jdserve.core import jsonio
 from jdserve.core.errors import JdserveError
 from jdserve.core.plan import Addition, Plan
 from jdserve.core.profile import Profile
-from jdserve.loadgen import bench
 from jdserve.policy.record import replay
-from jdserve.server import __main__ as server
 
 SCHEMAS = {"plan": Plan, "profile": Profile, "instance": Addition}
+
+COMMANDS = {
+    "plan": ("jdserve.placement.commands.plan", "run", "find the placement with the highest goodput per device"),
+    "simulate": ("jdserve.placement.commands.simulate", "run", "run a plan under a workload, on a virtual clock"),
+    "replan": ("jdserve.placement.commands.replan", "run", "say what recent requests would change in a plan"),
+    "hardware": ("jdserve.placement.commands.hardware", "run", "list the devices that are known, with their figures"),
+    "models": ("jdserve.placement.commands.models", "run", "list the models that are known by name"),
+    "serve": ("jdserve.server.__main__", "run", "serve a plan over HTTP (as python -m jdserve.server)"),
+    "bench": ("jdserve.loadgen.bench", "main", "open-loop load on an OpenAI-compatible server"),
+}
+"""Subcommands whose module is loaded when they are named: it has ``add_arguments``, and the function that runs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="jdserve", description="Disaggregated serving of language models on JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, function, help) in COMMANDS.items():
+        command = commands.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in given[:1]:
+            loaded = import_module(module)
+            loaded.add_arguments(command)
+            command.set_defaults(run=getattr(loaded, function))
+    _add_operator(commands)
+    args = parser.parse_args(given)
+    return args.run(args)
 
-    serve = commands.add_parser("serve", help="serve a plan over HTTP (as python -m jdserve.server)")
-    server.add_arguments(serve)
-    serve.set_defaults(run=server.run)
 
-    load = commands.add_parser("bench", help="open-loop load on an OpenAI-compatible server")
-    bench.add_arguments(load)
-    load.set_defaults(run=bench.main)
-
+def _add_operator(commands: Any) -> None:
+    """Add what works on running servers, their logs and their files."""
     again = commands.add_parser("replay", help="feed recorded event logs to fresh schedulers and compare")
     again.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="file written under --record")
     again.set_defaults(run=_replay)
@@ -51,9 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     schema = commands.add_parser("schema", help="print the JSON Schema of a file format")
     schema.add_argument("format", choices=sorted(SCHEMAS))
     schema.set_defaults(run=_schema)
-
-    args = parser.parse_args(argv)
-    return args.run(args)
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -108,7 +108,10 @@ def test_a_planted_arrow_is_found(file: str, line: str, tmp_path: Path) -> None:
         ("jdserve.core.plan", NO_JAX | {"numpy"}),
         ("jdserve.core.profile", NO_JAX | {"numpy"}),
         ("jdserve.policy.build", NO_JAX | {"numpy"}),
+        ("jdserve.cli", NO_JAX | {"numpy"}),
         ("jdserve.loadgen.bench", NO_JAX),
+        ("jdserve.placement.commands.plan", NO_JAX),
+        ("jdserve.placement.commands.replan", NO_JAX),
     ],
 )
 def test_a_laptop_loads_no_jax(module: str, banned: set[str]) -> None:

@@ -47,6 +47,10 @@ class InvalidPlan(JdserveError, ValueError):
         self.path = path
 
 
+class InvalidWorkload(JdserveError, ValueError):
+    """A workload, a trace or a rate that is refused; the message names the field or file, the bound and the value."""
+
+
 class CheckpointError(JdserveError):
     """A checkpoint that cannot be loaded as the model it claims to be; the message lists the tensors or files."""
 

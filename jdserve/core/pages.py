@@ -49,7 +49,7 @@ class BlockTable:
 
     __slots__ = ("pages", "shared")
 
-    def __init__(self, pages: tuple[int, ...], shared: int = 0) -> None:
+    def __init__(self, pages: Seq[int], shared: int = 0) -> None:
         self.pages = pages
         self.shared = shared
         """How many leading pages came out of the prefix cache, already filled."""
@@ -196,3 +196,69 @@ class PagePool:
             del self._page_of_hash[self._hash_of_page.pop(page)]
         self._references[page] = 1
         return page
+
+
+class PageCount(PagePool):
+    """An allocator that counts pages and gives them no ids: for a simulator, to which their content means nothing.
+
+    Its tables hold the numbers 0, 1, and so on. Nothing is shared or cached. Counts are those of a :class:`PagePool`.
+    """
+
+    def __init__(self, total: int, page_size: int) -> None:
+        super().__init__(1, page_size)
+        if total < 1:
+            raise ValueError(f"a page pool needs total >= 1 and page_size >= 1, got {total} and {page_size}")
+        self.total = total
+        self._owned = 0
+
+    @property
+    def free(self) -> int:
+        """Pages with no owner."""
+        return self.total - self._owned
+
+    @property
+    def owned(self) -> int:
+        """Pages that a table holds."""
+        return self._owned
+
+    @property
+    def available(self) -> int:
+        """Pages that a reservation can get."""
+        return self.total - self._owned
+
+    def check(self) -> None:
+        """Raise AssertionError unless the count is possible."""
+        if not 0 <= self._owned <= self.total:
+            raise AssertionError(f"page conservation broken: {self._owned} of {self.total} are owned")
+
+    def match(self, hashes: Seq[bytes]) -> int:
+        """0: nothing is shared."""
+        return 0
+
+    def reserve(self, count: int, prefix: Seq[bytes] = ()) -> BlockTable:
+        """As :meth:`PagePool.reserve`, nothing shared."""
+        if count > self.total - self._owned:
+            raise OutOfPages(f"{count} pages needed, {self.available} of {self.total} available")
+        self._owned += count
+        return BlockTable(range(count))
+
+    def grow(self, table: BlockTable, count: int) -> None:
+        """As :meth:`PagePool.grow`."""
+        if count > self.total - self._owned:
+            raise OutOfPages(f"{count} pages needed, {self.available} of {self.total} available")
+        self._owned += count
+        table.pages = range(len(table.pages) + count)
+
+    def take(self, count: int) -> None:
+        """Hand out ``count`` pages to tables that will be told later (see ``policy/held.py``)."""
+        if count > self.total - self._owned:
+            raise OutOfPages(f"{count} pages needed, {self.available} of {self.total} available")
+        self._owned += count
+
+    def publish(self, table: BlockTable, hashes: Seq[bytes]) -> None:
+        """Nothing: pages have no content."""
+
+    def release(self, table: BlockTable) -> None:
+        """As :meth:`PagePool.release`."""
+        self._owned -= len(table.pages)
+        table.pages = ()

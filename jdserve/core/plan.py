@@ -17,104 +17,45 @@ from msgspec import Meta
 
 from jdserve.core import jsonio
 from jdserve.core.errors import InvalidPlan
+from jdserve.core.instances import (
+    ColocatedInstance,
+    DecodeInstance,
+    Instance,
+    Name,
+    Positive,
+    PrefillInstance,
+    Role,
+    role_of,
+)
 from jdserve.core.pages import pages_for
 from jdserve.core.request import SLO
 from jdserve.core.spec import DType, ModelSpec
-from jdserve.core.steptime import StepTime
+
+__all__ = [
+    "LOCALHOST",
+    "PLAN_VERSION",
+    "Addition",
+    "ColocatedInstance",
+    "DecodeInstance",
+    "HostedStage",
+    "Instance",
+    "Plan",
+    "Platform",
+    "Prediction",
+    "PrefillInstance",
+    "Role",
+    "TransportKind",
+    "Worker",
+    "role_of",
+]
 
 PLAN_VERSION = 1
 
 LOCALHOST = "localhost"
 
-Positive = Annotated[int, Meta(ge=1)]
-Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
-
-
-class _Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="role"):
-    """What instances of every role have.
-
-    Attributes:
-        name: unique in the plan.
-        tp, pp: tensor- and pipeline-parallel degree; the instance has tp * pp devices.
-        pages: KV pages in the pool of the instance.
-        steptime: fitted coefficients, None where nothing was measured.
-    """
-
-    name: Name
-    tp: Positive = 1
-    pp: Positive = 1
-    pages: Positive
-    steptime: StepTime | None = None
-
-
-class PrefillInstance(_Instance, frozen=True, kw_only=True, tag="prefill"):
-    """An instance that computes prompts and parks their KV until it is pulled.
-
-    Attributes:
-        batching: ``"lm"`` fills a batch up to ``lm_tokens`` new tokens and runs longer prompts alone (DistServe,
-            section 4.1); ``"kv_capacity"`` takes everything queued that the page pool holds.
-        lm_tokens: L_m, the new tokens that saturate the devices.
-        max_batch: most sequences in one step.
-        prefix_cache: keep the KV of finished prompts and share it with prompts that start the same way.
-        lease_s: seconds that parked KV waits for its pull before it is dropped.
-    """
-
-    batching: Literal["lm", "kv_capacity"] = "lm"
-    lm_tokens: Positive
-    max_batch: Positive = 16
-    prefix_cache: bool = True
-    lease_s: Annotated[float, Meta(gt=0)] = 300.0
-
-
-class DecodeInstance(_Instance, frozen=True, kw_only=True, tag="decode"):
-    """An instance that pulls KV and generates.
-
-    Attributes:
-        max_num_seqs: largest batch.
-        watermark: share of the pages that stays free when another sequence is admitted, so that those that run can
-            grow before one must be preempted.
-    """
-
-    max_num_seqs: Positive
-    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
-
-
-class ColocatedInstance(_Instance, frozen=True, kw_only=True, tag="colocated"):
-    """An instance that does both phases: the baseline, and the answer when disaggregation does not pay.
-
-    Attributes:
-        mode: ``"prefill_first"`` runs waiting prompts before the next decode step; ``"chunked"`` fills what the
-            decoding sequences leave of ``token_budget`` with chunks of prompts, in one mixed step.
-        token_budget: most new tokens of one step.
-        max_num_seqs: most sequences at a time.
-        watermark, prefix_cache: as in the other roles.
-    """
-
-    mode: Literal["prefill_first", "chunked"] = "prefill_first"
-    token_budget: Positive
-    max_num_seqs: Positive
-    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
-    prefix_cache: bool = True
-
-
-Instance = PrefillInstance | DecodeInstance | ColocatedInstance
-
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
 
 TransportKind = Literal["local", "shm", "pull", "device_put"]
-
-Role = Literal["prefill", "decode", "colocated"]
-
-
-def role_of(instance: Instance) -> Role:
-    """The role that an instance plays, as the plan spells it."""
-    match instance:
-        case PrefillInstance():
-            return "prefill"
-        case DecodeInstance():
-            return "decode"
-        case ColocatedInstance():
-            return "colocated"
 
 
 class HostedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,6 +108,25 @@ class Addition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: Worker
 
 
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the planner expects of a plan; the server only passes it on.
+
+    Attributes:
+        workload: name of the workload it was planned for.
+        rate: requests per second that were simulated.
+        attainment: share of them that met both latencies.
+        low, high: bounds of its 95 % confidence interval.
+        goodput: highest rate at which the wanted share still meets them; None where it was not looked for.
+    """
+
+    workload: str
+    rate: Annotated[float, Meta(ge=0)]
+    attainment: Annotated[float, Meta(ge=0, le=1)]
+    low: Annotated[float, Meta(ge=0, le=1)]
+    high: Annotated[float, Meta(ge=0, le=1)]
+    goodput: Annotated[float, Meta(ge=0)] | None = None
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A placement, complete.
 
@@ -183,6 +143,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
         max_open_requests: requests that are open at a time; more are refused at the door.
+        reach: how far KV may go. ``any`` takes the least loaded decode instance of all; ``host`` the least loaded one
+            on the same hosts as the prefill instance, for clusters whose links between hosts are slow (DistServe's low
+            node affinity). When none of these is live, any other serves.
+        predicted: what the planner expects, None for a plan that was written by hand.
         instances, workers: who serves, and where.
     """
 
@@ -196,6 +160,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer_checksums: bool = False
     platform: Platform = "auto"
     max_open_requests: Positive = 1024
+    reach: Literal["any", "host"] = "any"
+    predicted: Prediction | None = None
     instances: Annotated[tuple[Instance, ...], Meta(min_length=1)]
     workers: Annotated[tuple[Worker, ...], Meta(min_length=1)]
 
@@ -271,6 +237,21 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         alone = len(there) == len(here) == 1
         return "shm" if one_host and alone and self.platform == "cpu" else "pull"
 
+    def near(self, source: str) -> tuple[str, ...]:
+        """Decode instances that the KV of prefill instance ``source`` should stay with; empty where any will do."""
+        if self.reach == "any":
+            return ()
+        hosts = self.hosts(source)
+        return tuple(
+            instance.name
+            for instance in self.instances
+            if isinstance(instance, DecodeInstance) and self.hosts(instance.name) == hosts
+        )
+
+    def hosts(self, name: str) -> frozenset[str]:
+        """Hosts on which instance ``name`` lies."""
+        return frozenset(worker.host for worker in self.workers_of(name))
+
     def without(self, name: str) -> Plan:
         """The plan after instance ``name`` has left, and the workers that hosted nothing else; not checked."""
         parts = [
@@ -302,7 +283,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         _check_names("$.instances", [instance.name for instance in self.instances])
         _check_names("$.workers", [worker.name for worker in self.workers])
         self._check_roles()
-        self._check_pages()
+        self._check_limits()
         self._check_devices()
         self._check_transport()
         self._check_spanning()
@@ -320,7 +301,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if (PrefillInstance in roles) != (DecodeInstance in roles):
             raise InvalidPlan("$.instances", "prefill and decode instances need each other: one role is missing")
 
-    def _check_pages(self) -> None:
+    def _check_limits(self) -> None:
         needed = pages_for(self.max_model_len, self.page_size)
         for index, instance in enumerate(self.instances):
             if instance.pages < needed:
@@ -328,6 +309,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     f"$.instances[{index}].pages",
                     f"{instance.pages} pages of {self.page_size} tokens do not hold one request of max_model_len"
                     f" {self.max_model_len}: at least {needed} needed",
+                )
+            if isinstance(instance, DecodeInstance) and (instance.in_flight or 1) > instance.pp:
+                raise InvalidPlan(
+                    f"$.instances[{index}].in_flight",
+                    f"{instance.in_flight} is above pp {instance.pp}: a stage runs one step at a time",
                 )
             if isinstance(instance, ColocatedInstance) and instance.token_budget < instance.max_num_seqs:
                 raise InvalidPlan(

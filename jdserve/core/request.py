@@ -154,8 +154,11 @@ class Request(msgspec.Struct, frozen=True):
         return self.params.max_tokens - self.generated
 
 
-class State(enum.Enum):
-    """Life of a sequence. PREFILLED means that its KV is parked on the prefill mesh."""
+class State(str, enum.Enum):  # noqa: UP042 - a StrEnum would print as its value
+    """Life of a sequence. PREFILLED means that its KV is parked on the prefill mesh.
+
+    Strings, because these hash in no time, and every move looks one up.
+    """
 
     QUEUED = "queued"
     PREFILLING = "prefilling"

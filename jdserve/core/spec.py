@@ -34,6 +34,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rope_theta: base of the rotary frequencies.
         norm_eps: epsilon of RMSNorm.
         tied_embeddings: the output projection is the embedding table.
+        gated: the FFN has a gate and an up projection; without, one.
+        learned_positions: a table of position embeddings beside that of tokens, not rotary embeddings.
         bos, eos: token ids; ``eos`` holds every id that ends a text.
     """
 
@@ -49,6 +51,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
+    gated: bool = True
+    learned_positions: bool = False
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -137,10 +141,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Number of weights, biases left out."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        layer = attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
+        tables = self.vocab * (1 if self.tied_embeddings else 2) + (self.context if self.learned_positions else 0)
+        return self.layers * layer + self.hidden + self.hidden * tables
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
         """Bytes of KV of one token over all layers and KV heads, without replication."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class StepFeatures(msgspec.Struct, frozen=True):
+class StepFeatures(msgspec.Struct, frozen=True, gc=False):
     """What a step does, in the quantities that its time depends on.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""Floor 2 of the model tower: what a step costs, from a model's shape, the hardware and measured profiles. No jax."""
+"""What a step, a byte and a device cost: hardware, work, memory, latency models and links. No jax."""

@@ -1,44 +1,30 @@
 """How long the prompts and the answers are, and, for a trace, when they came.
 
-A trace file is either of (a name that ends in ``.gz`` is read through gzip):
-
-- CSV (``.csv``) with a header line that names the columns ``input_len``, ``output_len`` and, where the trace has
-  arrivals, ``arrival_s``;
-- JSON lines (``.jsonl``), one object with those keys a line.
-
-Lengths are whole numbers of tokens, at least 1; ``arrival_s`` is in seconds from any origin, never decreasing, and
-given on all rows or on none. Other columns are passed over.
+A trace file has the format of :mod:`jdserve.core.trace`. An answer has at least 1 token here: a row without one cannot
+be measured, so it is refused.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import msgspec
 
+from jdserve.core import trace
+from jdserve.core.errors import InvalidWorkload
 from jdserve.loadgen.errors import BenchError
 
-_Tokens = Annotated[int, msgspec.Meta(ge=1)]
 
-
-class Row(msgspec.Struct, frozen=True):
+class Row(trace.Row, frozen=True):
     """One request.
 
     Attributes:
-        input_len: tokens of the prompt, at least 1.
         output_len: tokens of the answer, at least 1.
-        arrival_s: when it came, in seconds; None where the trace has lengths only.
     """
 
-    input_len: _Tokens
-    output_len: _Tokens
-    arrival_s: float | None = None
+    output_len: Annotated[int, msgspec.Meta(ge=1)]
 
     def divided(self, divisor: float) -> Row:
         """The same request with both lengths divided, rounded, and kept at 1 or above."""
@@ -76,60 +62,13 @@ class Workload(msgspec.Struct, frozen=True):
         """
         if not (math.isfinite(divisor) and divisor >= 1):
             raise BenchError(f"divisor: must be a finite number of at least 1, got {divisor}")
-        path = Path(path)
         try:
-            rows = tuple(itertools.islice(_rows(path), count))
-        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-            raise BenchError(f"{path}: cannot be read: {error}") from None
-        if not rows:
-            raise BenchError(f"{path}: must have at least 1 row, got 0")
-        if count is not None and len(rows) < count:
-            raise BenchError(f"{path}: has {len(rows)} rows, {count} were asked for")
-        _check_arrivals(path, rows)
+            rows = trace.read_rows(path, Row, count)
+        except InvalidWorkload as error:
+            raise BenchError(str(error)) from None
         return cls(tuple(row.divided(divisor) for row in rows))
 
     def arrivals(self) -> list[float] | None:
         """Seconds of every row, or None where the trace has none."""
         times = [row.arrival_s for row in self.rows if row.arrival_s is not None]
         return times or None
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    kind = (path.suffixes or [""])[-2 if path.suffix == ".gz" else -1 :][0]
-    if kind not in (".csv", ".jsonl"):
-        raise BenchError(f"{path}: must end in .csv, .jsonl, .csv.gz or .jsonl.gz")
-    with _open(path) as file:
-        # Line numbers are those of an editor; the header of a CSV is line 1.
-        if kind == ".csv":
-            reader = csv.DictReader(file)
-            for fields in reader:
-                given = {name: value for name, value in fields.items() if name in Row.__struct_fields__ and value != ""}
-                try:
-                    yield msgspec.convert(given, Row, strict=False)
-                except msgspec.ValidationError as error:
-                    raise BenchError(f"{path}: line {reader.line_num}: {error}") from None
-            return
-        for number, line in enumerate(file, start=1):
-            try:
-                yield msgspec.json.decode(line, type=Row)
-            except msgspec.DecodeError as error:
-                raise BenchError(f"{path}: line {number}: {error}") from None
-
-
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
-
-
-def _check_arrivals(path: Path, rows: tuple[Row, ...]) -> None:
-    previous = rows[0].arrival_s
-    for number, row in enumerate(rows, start=1):
-        at = row.arrival_s
-        if (at is None) != (previous is None):
-            raise BenchError(f"{path}: row {number}: arrival_s must be on all rows or on none")
-        if at is None or previous is None:
-            continue
-        if not math.isfinite(at) or at < previous:
-            raise BenchError(f"{path}: row {number}: arrival_s must be finite and at least {previous}, got {at}")
-        previous = at

@@ -1,1 +1,9 @@
-"""Floor 4 of the model tower: the search for the placement with the highest goodput per device. No jax."""
+"""Where instances go: from a model, machines, a workload and an SLO to ``plan.json``. No jax.
+
+:func:`search` is the way in.
+"""
+
+from jdserve.placement.result import Affinity, Entry, Nearest, Option, SearchResult
+from jdserve.placement.search import search
+
+__all__ = ["Affinity", "Entry", "Nearest", "Option", "SearchResult", "search"]

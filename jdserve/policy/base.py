@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from jdserve.core.errors import OutOfPages
-from jdserve.core.pages import BlockTable, PagePool, pages_for
+from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.request import Sequence, State
-from jdserve.policy.commands import Chunk, Command, DecodeSeq, Emit, Release, RunStep
+from jdserve.core.steptime import StepFeatures
+from jdserve.policy.commands import BriefStep, Chunk, Command, DecodeSeq, Emit, Release, RunStep
 from jdserve.policy.events import Arrived, Event, StepDone
+from jdserve.policy.held import Batch, Held
 
 
 class Machine(Protocol):
@@ -24,53 +28,31 @@ class Machine(Protocol):
         ...
 
 
-class Held:
-    """One sequence on an instance, with its pages.
+class Part(msgspec.Struct, frozen=True):
+    """The next ``tokens`` prompt tokens of a sequence, in one step."""
 
-    Attributes:
-        sequence: its state and token counts.
-        prefix: chained hashes of the leading full prompt pages that may be shared.
-        source: prefill instance on which its KV is parked; "" where the instance computes the prompt itself.
-        table: its pages, empty until they are reserved.
-        admitted: counts admissions; the largest is the youngest sequence.
-        in_step: a step in flight writes its pages.
-        cancelled: it ends as soon as nothing writes its pages any more.
-    """
-
-    __slots__ = ("admitted", "cancelled", "in_step", "prefix", "sequence", "source", "table")
-
-    def __init__(self, sequence: Sequence, prefix: tuple[bytes, ...] = (), source: str = "") -> None:
-        self.sequence = sequence
-        self.prefix = prefix
-        self.source = source
-        self.table = BlockTable(())
-        self.admitted = 0
-        self.in_step = False
-        self.cancelled = False
-
-    @property
-    def id(self) -> str:
-        """Request id."""
-        return self.sequence.id
+    held: Held
+    tokens: int
 
 
-class Flight(NamedTuple):
+class Flight(msgspec.Struct, frozen=True):
     """A step in flight.
 
     Attributes:
-        step: as it was launched.
-        prefilling: the sequences of its chunks, in their order.
-        decoding: its decoding sequences.
+        step_id: as it was launched.
+        parts: what it computes of prompts.
+        batch: what it decodes; None where it only computes prompts.
     """
 
-    step: RunStep
-    prefilling: tuple[Held, ...]
-    decoding: tuple[Held, ...]
+    step_id: int
+    parts: tuple[Part, ...]
+    batch: Batch | None
 
     @property
-    def sequences(self) -> tuple[Held, ...]:
-        """All of them."""
-        return self.prefilling + self.decoding
+    def leaving(self) -> int:
+        """Cancelled sequences in it."""
+        cancelled = 0 if self.batch is None else len(self.batch.leaving)
+        return cancelled + sum(part.held.cancelled for part in self.parts)
 
 
 class Scheduler(ABC):
@@ -79,27 +61,33 @@ class Scheduler(ABC):
     An instance of several pipeline stages keeps as many steps in flight, so that no stage waits for another; no two of
     them hold the same sequence, and they end in the order of their launch.
 
+    A *brief* machine decides the same and says less, which is all that a simulator needs, and costs less: steps by
+    their features alone (BriefStep), and of the tokens of a sequence one Emit when it ends, is parked or is preempted.
+
     Attributes:
         pool: the pages of the instance.
         preemptions: how often a running sequence lost its pages.
 
     Args:
-        pages: pages in the pool.
-        page_size: token positions per page.
+        pool: its pages.
         depth: most steps in flight: the pipeline stages of the instance.
+        brief: say only what a simulator needs.
     """
 
-    def __init__(self, pages: int, page_size: int, depth: int) -> None:
-        self.pool = PagePool(pages, page_size)
-        self.preemptions = 0
-        self._queue: OrderedDict[str, Held] = OrderedDict()
+    def __init__(self, pool: PagePool, depth: int, brief: bool) -> None:
+        self.pool = pool
+        self.preemptions: int = 0
+        self._brief = brief
+        self._queue: dict[str, Held] = {}
         self._running: dict[str, Held] = {}
         # a request may come back while its cancelled run still waits for the end of a step or pull
-        self._runs: Counter[str] = Counter()
+        self._runs: dict[str, int] = {}
         self._depth = depth
         self._flights: deque[Flight] = deque()
-        self._next_step = 0
+        self._next_step: int = 0
         self._admissions = 0
+        self._begun = 0
+        self._abandoned = 0  # cancelled sequences that were in a step; they never get fewer
 
     @abstractmethod
     def handle(self, event: Event, now: int) -> list[Command]:
@@ -151,14 +139,22 @@ class Scheduler(ABC):
         if held.id in self._queue or held.id in self._running:
             raise ValueError(f"request {held.id} is here already")
         self._queue[held.id] = held
-        self._runs[held.id] += 1
+        self._runs[held.id] = self._runs.get(held.id, 0) + 1
+
+    def _begin(self, held: Held) -> None:
+        """A sequence runs from now on."""
+        self._running[held.id] = held
+        held.order = self._begun
+        self._begun += 1
 
     def _shareable(self, held: Held) -> tuple[bytes, ...]:
         # the last prompt token is always computed, because its logits give the next token
-        return held.prefix[: (held.sequence.prompt_tokens - 1) // self.pool.page_size]
+        return held.prefix[: (held.sequence.prompt_tokens - 1) // self.pool.page_size] if held.prefix else ()
 
     def _uncached(self, held: Held) -> int:
         """Prompt tokens of a queued sequence that a step would have to compute."""
+        if not held.prefix:
+            return held.sequence.prompt_tokens
         return held.sequence.prompt_tokens - self.pool.match(self._shareable(held)) * self.pool.page_size
 
     def _reserve_prompt(self, held: Held, spare: int = 0) -> bool:
@@ -176,7 +172,7 @@ class Scheduler(ABC):
             return False
         held.sequence.computed = held.table.shared * self.pool.page_size
         self._leave_queue(held, State.PREFILLING)
-        self._running[held.id] = held
+        self._begin(held)
         return True
 
     def _leave_queue(self, held: Held, to: State) -> None:
@@ -186,7 +182,8 @@ class Scheduler(ABC):
         self._admissions += 1
 
     def _publish(self, held: Held) -> None:
-        self.pool.publish(held.table, held.prefix[: held.sequence.computed // self.pool.page_size])
+        if held.prefix:
+            self.pool.publish(held.table, held.prefix[: held.sequence.computed // self.pool.page_size])
 
     def _end(self, held: Held, to: State = State.FINISHED) -> list[Command]:
         """Give back the pages of a sequence that no list refers to any more."""
@@ -196,10 +193,10 @@ class Scheduler(ABC):
 
     def _forget(self, request_id: str) -> list[Command]:
         """Release a request with its last run."""
-        self._runs[request_id] -= 1
-        if self._runs[request_id]:
+        left = self._runs.pop(request_id) - 1
+        if left:
+            self._runs[request_id] = left
             return []
-        del self._runs[request_id]
         return [Release(request_id)]
 
     def _cancel(self, request_id: str, commands: list[Command]) -> None:
@@ -213,8 +210,16 @@ class Scheduler(ABC):
         if held.in_step:
             # its pages are being written: they must not be handed out before the step ends
             held.cancelled = True
+            self._abandoned += 1
+            if held.batch is not None:
+                held.batch.leaving.append(held)
         else:
+            self._withdraw(held)
             commands += self._end(held)
+
+    @abstractmethod
+    def _withdraw(self, held: Held) -> None:
+        """Take a running sequence that is in no step out of what is kept besides of those that run."""
 
     @property
     def _places(self) -> int:
@@ -224,92 +229,94 @@ class Scheduler(ABC):
     @property
     def _leaving(self) -> int:
         """Cancelled sequences that are still in a step at the next launch, and until then keep their place."""
+        if not self._abandoned:
+            return 0
         # where no step may be launched, the oldest ends before the next one is
         flights = itertools.islice(self._flights, 0 if self._places else 1, None)
-        return sum(held.cancelled for flight in flights for held in flight.sequences)
+        return sum(flight.leaving for flight in flights)
 
-    def _micro_batch(self) -> list[Held]:
-        """The decoding sequences of the next step, oldest first: an equal share of all, and of those in no step.
-
-        A stage waits for the longest step, and the steps of a pipeline take each other's time: hence equal ones
-        (DistServe, OSDI'24, section 3.3). With one stage these are all sequences that decode.
-        """
-        decoding = [held for held in self._running.values() if held.sequence.state is State.DECODING]
-        idle = [held for held in decoding if not held.in_step]
-        return idle[: min(-(-len(decoding) // self._depth), -(-len(idle) // self._places))]
-
-    def _make_room(self, batch: list[Held]) -> list[Held]:
-        """Give each sequence of ``batch`` a page for its next token; preempt the youngest until there are enough.
-
-        A sequence in a step is not preempted. Where its single sequence in no step would have to give way to itself,
-        ``batch`` is emptied instead, to wait for the end of a step: only a sequence alone is preempted for itself.
-
-        Returns:
-            The preempted sequences, youngest first: without pages, QUEUED, no longer among the running ones, and no
-            longer in ``batch``.
-        """
-        victims: list[Held] = []
-        while len(self._short(batch)) > self.pool.available:
-            idle = [held for held in self._running.values() if not held.in_step]
-            if len(idle) == 1 and self._flights:
-                batch.clear()
-                break
-            victim = max(idle, key=lambda held: held.admitted)
-            if victim in batch:
-                batch.remove(victim)
-            del self._running[victim.id]
-            self.pool.release(victim.table)
-            victim.sequence.move(State.QUEUED)
-            victims.append(victim)
-        for held in self._short(batch):
-            self.pool.grow(held.table, 1)
-        self.preemptions += len(victims)
-        return victims
-
-    def _short(self, batch: list[Held]) -> list[Held]:
-        return [held for held in batch if held.sequence.computed == len(held.table) * self.pool.page_size]
-
-    def _run(self, chunks: Seq[Chunk] = (), prefilling: Seq[Held] = (), decoding: Seq[Held] = ()) -> RunStep:
-        """Launch ``chunks`` of the sequences ``prefilling``, and one token of each of ``decoding``."""
-        step = RunStep(self._next_step, tuple(chunks), tuple(decode_seq(held) for held in decoding))
-        flight = Flight(step, tuple(prefilling), tuple(decoding))
-        for held in flight.sequences:
-            held.in_step = True
+    def _run(self, parts: Seq[Part] = (), batch: Batch | None = None) -> Command:
+        """Launch ``parts`` of prompts, and one token of each member of ``batch``."""
+        for part in parts:
+            part.held.computing = True
+        if batch is not None:
+            batch.flying = True
+        flight = Flight(self._next_step, tuple(parts), batch)
         self._next_step += 1
         self._flights.append(flight)
-        return step
+        return self._told(flight)
+
+    def _told(self, flight: Flight) -> BriefStep | RunStep:
+        """The command that launches a flight."""
+        batch = flight.batch
+        if self._brief:
+            prompts = tuple([part.held.id for part in flight.parts]) if flight.parts else ()
+            return BriefStep(flight.step_id, _features(flight), prompts)
+        chunks = tuple(_chunk(part) for part in flight.parts)
+        decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
+        return RunStep(flight.step_id, chunks, decodes)
+
+    def _ids(self, held: Held) -> tuple[int, ...]:
+        """Pages of a sequence, as a command names them; a brief one does not."""
+        return () if self._brief else tuple(held.table.pages)
 
     def _step_ended(self, event: StepDone) -> Flight:
         """Take the oldest step out of the flight; its sequences are in no step any more."""
-        oldest = self._flights[0].step.step_id if self._flights else None
+        oldest = self._flights[0].step_id if self._flights else None
         if event.step_id != oldest:
             expected = "no step is in flight" if oldest is None else f"step {oldest} is the oldest in flight"
             raise ValueError(f"step_id {event.step_id} ended, but {expected}")
         flight = self._flights.popleft()
-        for held in flight.sequences:
-            held.in_step = False
+        for part in flight.parts:
+            part.held.computing = False
         return flight
 
+    def _sampled(self, held: Held, done: StepDone) -> Emit:
+        """Count the token that ``held`` got from the step, and say what goes out.
 
-def sampled(held: Held, done: StepDone) -> Emit:
-    """Count the token that ``held`` got from the step, and say what goes out.
+        The end of the text is, in this order: a failure, a prompt that was only to be scored, a stop token, the length.
+        """
+        sequence = held.sequence
+        if held.id in done.failed:
+            return Emit(held.id, self._untold(held, 0), "error")
+        if sequence.max_new_tokens == 0:
+            return Emit(held.id, 0, "length")
+        sequence.generated += 1
+        count = self._untold(held, 1)
+        if held.id in done.stopped:
+            return Emit(held.id, count, "stop")
+        return Emit(held.id, count, "length" if sequence.generated == sequence.max_new_tokens else None)
 
-    The end of the text is, in this order: a failure, a prompt that was only to be scored, a stop token, the length.
-    """
-    sequence = held.sequence
-    if held.id in done.failed:
-        return Emit(held.id, 0, "error")
-    if sequence.max_new_tokens == 0:
-        return Emit(held.id, 0, "length")
-    sequence.generated += 1
-    if held.id in done.stopped:
-        return Emit(held.id, 1, "stop")
-    return Emit(held.id, 1, "length" if sequence.generated == sequence.max_new_tokens else None)
+    def _untold(self, held: Held, newest: int) -> int:
+        """Tokens that the next Emit tells, of which the last step gave ``newest``."""
+        if not self._brief:
+            return newest
+        count, held.told = held.sequence.generated - held.told, held.sequence.generated
+        return count
+
+
+def _features(flight: Flight) -> StepFeatures:
+    new = pairs = prefix = 0
+    for part in flight.parts:
+        new += part.tokens
+        pairs += part.tokens * part.tokens
+        prefix += part.tokens * part.held.sequence.computed
+    batch = flight.batch
+    if batch is None:
+        return StepFeatures(new, pairs, prefix)
+    # each member also attends to the token that is fed in
+    return StepFeatures(new, pairs, prefix, len(batch.members), batch.tokens + len(batch.members))
+
+
+def _chunk(part: Part) -> Chunk:
+    held, start = part.held, part.held.sequence.computed
+    last = start + part.tokens == held.sequence.prompt_tokens
+    return Chunk(held.id, start, part.tokens, tuple(held.table.pages), last)
 
 
 def decode_seq(held: Held) -> DecodeSeq:
     """The part of a step that decodes one token of ``held``."""
-    return DecodeSeq(held.id, held.sequence.computed + 1, held.table.pages)
+    return DecodeSeq(held.id, held.computed + 1, tuple(held.table.pages))
 
 
 def watermark_pages(share: float, total: int) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from jdserve.core.pages import PagePool
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, Instance, Plan, PrefillInstance
 from jdserve.policy.base import Machine
 from jdserve.policy.colocated import ColocatedScheduler
@@ -22,7 +23,7 @@ class RouterConfig(
 
     Attributes:
         prefill, decode, colocated: names of the instances, in the order of the plan.
-        max_retries, balance, max_open, patience_s: as in the router.
+        max_retries, balance, max_open, patience_s, near: as in the router.
     """
 
     prefill: tuple[str, ...] = ()
@@ -32,6 +33,7 @@ class RouterConfig(
     balance: Balance = "tokens"
     max_open: Annotated[int, Meta(ge=1)] | None = None
     patience_s: Annotated[float, Meta(ge=0)] = 0.0
+    near: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def of(cls, plan: Plan, patience_s: float = 0.0) -> RouterConfig:
@@ -46,18 +48,21 @@ class RouterConfig(
             colocated=names(ColocatedInstance),
             max_open=plan.max_open_requests,
             patience_s=patience_s,
+            near={name: plan.near(name) for name in names(PrefillInstance) if plan.near(name)},
         )
 
 
-def machine_for(instance: Instance, page_size: int) -> PrefillScheduler | DecodeScheduler | ColocatedScheduler:
-    """The scheduler of ``instance``, with pages of ``page_size`` token positions."""
+def machine_for(
+    instance: Instance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
+) -> PrefillScheduler | DecodeScheduler | ColocatedScheduler:
+    """The scheduler of ``instance``, with pages of ``page_size`` token positions; the others as in its class."""
     match instance:
         case PrefillInstance():
-            return PrefillScheduler(instance, page_size)
+            return PrefillScheduler(instance, page_size, pool=pool, brief=brief)
         case DecodeInstance():
-            return DecodeScheduler(instance, page_size)
+            return DecodeScheduler(instance, page_size, pool=pool, brief=brief)
         case ColocatedInstance():
-            return ColocatedScheduler(instance, page_size)
+            return ColocatedScheduler(instance, page_size, pool=pool, brief=brief)
 
 
 def router_of(config: RouterConfig) -> Router:
@@ -70,6 +75,7 @@ def router_of(config: RouterConfig) -> Router:
         balance=config.balance,
         max_open=config.max_open,
         patience_s=config.patience_s,
+        near=config.near,
     )
 
 

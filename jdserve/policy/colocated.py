@@ -13,25 +13,33 @@ chunk in flight at a time.
 
 from __future__ import annotations
 
-from jdserve.core.pages import pages_for
+from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import ColocatedInstance
 from jdserve.core.request import State
-from jdserve.policy.base import Held, Scheduler, sampled, watermark_pages
-from jdserve.policy.commands import Chunk, Command, Preempt, Reject
+from jdserve.policy.base import Part, watermark_pages
+from jdserve.policy.commands import Command, Emit, Preempt, Reject
+from jdserve.policy.decoding import DecodingScheduler
 from jdserve.policy.events import Arrived, Cancelled, Event, StepDone
+from jdserve.policy.held import Batch, Held
 
 
-class ColocatedScheduler(Scheduler):
+class ColocatedScheduler(DecodingScheduler):
     """Takes Arrived, Cancelled and StepDone.
 
     Args:
         instance: limits from the plan.
         page_size: token positions per page.
+        pool: the pages of the instance; by default a fresh one.
+        brief: say only what a simulator needs.
     """
 
-    def __init__(self, instance: ColocatedInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size, instance.pp)
+    def __init__(
+        self, instance: ColocatedInstance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
+    ) -> None:
+        super().__init__(pool or PagePool(instance.pages, page_size), instance.pp, brief)
         self._instance = instance
+        self._prefilling: dict[str, Held] = {}
+        self._blocked = False  # the head of the queue was refused in the last launch, and nothing has changed since
         self._spare = watermark_pages(instance.watermark, instance.pages)
 
     def handle(self, event: Event, now: int) -> list[Command]:
@@ -42,10 +50,13 @@ class ColocatedScheduler(Scheduler):
             ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
+        self._steady = None
         match event:
             case Arrived():
+                self._blocked = self._blocked and bool(self._queue)
                 self._arrived(event, commands)
             case Cancelled():
+                self._blocked = False
                 self._cancel(event.request_id, commands)
             case StepDone():
                 self._step_done(event, commands)
@@ -53,6 +64,14 @@ class ColocatedScheduler(Scheduler):
                 raise self._refuse(event)
         self._launch(commands)
         return commands
+
+    def _find_horizon(self) -> int:
+        # prompts that wait are in the way, unless they were refused and nothing changes
+        # with several stages the batches leave different parts of a token budget
+        refused = self._blocked and self._depth == 1
+        if self._prefilling or (self._queue and not refused):
+            return 0
+        return super()._find_horizon()
 
     def _arrived(self, event: Arrived, commands: list[Command]) -> None:
         held = self._new_prompt(event, self._instance.prefix_cache)
@@ -67,99 +86,105 @@ class ColocatedScheduler(Scheduler):
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
         flight = self._step_ended(event)
-        for held, chunk in zip(flight.prefilling, flight.step.chunks, strict=True):
+        for part in flight.parts:
+            held = part.held
             if held.id not in event.failed:
-                held.sequence.computed += chunk.count
+                held.sequence.computed += part.tokens
                 self._publish(held)
-        for held in flight.prefilling:
+        for part in flight.parts:
+            held = part.held
             if held.cancelled:
+                del self._prefilling[held.id]
                 commands += self._end(held)
             elif held.id in event.failed or held.sequence.computed == held.sequence.prompt_tokens:
-                self._sampled(held, event, commands)
-        for held in flight.decoding:
-            if held.cancelled:
-                commands += self._end(held)
-            else:
-                held.sequence.computed += 1
-                self._sampled(held, event, commands)
+                self._first_token(held, event, commands)
+        if flight.batch is not None:
+            self._decoded(flight.batch, event, commands)
 
-    def _sampled(self, held: Held, event: StepDone, commands: list[Command]) -> None:
-        emit = sampled(held, event)
+    def _first_token(self, held: Held, event: StepDone, commands: list[Command]) -> None:
+        emit = self._sampled(held, event)
         commands.append(emit)
+        del self._prefilling[held.id]
         if emit.finish is not None:
             del self._running[held.id]
             commands += self._end(held)
-        elif held.sequence.state is State.PREFILLING:
+        else:
             held.sequence.move(State.DECODING)
+            self._decodes_next(held)
+
+    def _withdraw(self, held: Held) -> None:
+        if self._prefilling.pop(held.id, None) is None:
+            super()._withdraw(held)
 
     def _launch(self, commands: list[Command]) -> None:
         while self._places:
+            batch, preempted = None, self.preemptions
             if self._instance.mode == "chunked":
-                decoding = self._decodes(commands)
-                prefilling = self._chunks(self._instance.token_budget - len(decoding))
+                batch = self._decodes(commands)
+                parts = self._chunks(self._instance.token_budget - (len(batch) if batch else 0))
             else:
-                prefilling = self._whole_prompts()
-                decoding = [] if prefilling else self._decodes(commands)
-            if not prefilling and not decoding:
+                parts = self._whole_prompts()
+                if not parts:
+                    batch = self._decodes(commands)
+            self._blocked = not parts and preempted == self.preemptions
+            if not parts and not batch:
                 return
-            chunks = [_chunk(held, count) for held, count in prefilling]
-            commands.append(self._run(chunks, [held for held, _ in prefilling], decoding))
+            commands.append(self._run(parts, batch))
 
-    def _decodes(self, commands: list[Command]) -> list[Held]:
+    def _decodes(self, commands: list[Command]) -> Batch | None:
         """The sequences that get one token each in the next step."""
-        batch = self._micro_batch()
+        batch = self._next_batch()
+        if batch is None:
+            return None
         for victim in self._make_room(batch):
+            if untold := self._untold(victim, 0):
+                commands.append(Emit(victim.id, untold))
             commands.append(Preempt(victim.id))
             sequence = victim.sequence
             sequence.prompt_tokens += sequence.generated
             sequence.max_new_tokens -= sequence.generated
-            sequence.generated = sequence.computed = 0
-            self._queue[victim.id] = victim
+            sequence.generated = sequence.computed = victim.told = 0
             # the youngest comes first, so the oldest victim ends up at the head
-            self._queue.move_to_end(victim.id, last=False)
-        return batch
+            self._queue = {victim.id: victim, **self._queue}
+        return batch or None
 
-    def _whole_prompts(self) -> list[tuple[Held, int]]:
-        """Prompts up to the token budget, in order of arrival, and their tokens; a longer one alone."""
-        prompts: list[tuple[Held, int]] = []
+    def _whole_prompts(self) -> list[Part]:
+        """Prompts up to the token budget, in order of arrival; a longer one alone."""
+        prompts: list[Part] = []
         total = 0
         while (held := self._head()) is not None:
             total += self._uncached(held)
             if (prompts and total > self._instance.token_budget) or not self._admit(held):
                 break
-            prompts.append((held, _left(held)))
+            prompts.append(Part(held, _left(held)))
         return prompts
 
-    def _chunks(self, budget: int) -> list[tuple[Held, int]]:
+    def _chunks(self, budget: int) -> list[Part]:
         """Chunks of at most ``budget`` tokens in all: of the prompts that were begun, then of new ones."""
-        chunks: list[tuple[Held, int]] = []
+        chunks: list[Part] = []
         # the first begun prompt had a token of an earlier budget beside all that decode now, so one is left for it
-        begun = [
-            held for held in self._running.values() if held.sequence.state is State.PREFILLING and not held.in_step
-        ]
+        begun = [held for held in self._prefilling.values() if not held.in_step]
         while budget > 0:
             held = begun.pop(0) if begun else self._head()
             if held is None or (held.id in self._queue and not self._admit(held)):
                 break
-            chunks.append((held, min(_left(held), budget)))
-            budget -= chunks[-1][1]
+            chunks.append(Part(held, min(_left(held), budget)))
+            budget -= chunks[-1].tokens
         return chunks
 
     def _head(self) -> Held | None:
         """The sequence that may be admitted next, None when there is none or the batch is full."""
-        if len(self._running) + self._leaving >= self._instance.max_num_seqs:
+        if not self._queue or len(self._running) + self._leaving >= self._instance.max_num_seqs:
             return None
-        return next(iter(self._queue.values()), None)
+        return next(iter(self._queue.values()))
 
     def _admit(self, held: Held) -> bool:
-        return self._reserve_prompt(held, self._spare if self._running else 0)
+        admitted = self._reserve_prompt(held, self._spare if self._running else 0)
+        if admitted:
+            self._prefilling[held.id] = held
+        return admitted
 
 
 def _left(held: Held) -> int:
     """Prompt tokens that are still to be computed."""
     return held.sequence.prompt_tokens - held.sequence.computed
-
-
-def _chunk(held: Held, count: int) -> Chunk:
-    start = held.sequence.computed
-    return Chunk(held.id, start, count, held.table.pages, last=count == _left(held))

@@ -8,7 +8,7 @@ from jdserve.core.request import FinishReason
 from jdserve.core.steptime import StepFeatures
 
 
-class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="command"):
+class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="command", gc=False):
     pass
 
 
@@ -44,7 +44,7 @@ class DecodeSeq(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pages: tuple[int, ...]
 
 
-class RunStep(_Command, frozen=True):
+class RunStep(_Command, frozen=True, gc=False):
     """Launch one step; answered by StepDone. A machine has at most one step in flight.
 
     Attributes:
@@ -64,7 +64,25 @@ class RunStep(_Command, frozen=True):
         )
 
 
-class Pull(_Command, frozen=True):
+class BriefStep(_Command, frozen=True, gc=False):
+    """Launch one step, told by its features alone; answered by StepDone. Of a brief machine, for a simulator.
+
+    Attributes:
+        step_id: as in RunStep.
+        work: what its time depends on.
+        prompts: requests whose prompts it computes, wholly or in part.
+    """
+
+    step_id: int
+    work: StepFeatures
+    prompts: tuple[str, ...] = ()
+
+    def features(self) -> StepFeatures:
+        """What the step's time depends on."""
+        return self.work
+
+
+class Pull(_Command, frozen=True, gc=False):
     """Move the KV of a request into ``pages``; answered by KVLanded or PullFailed.
 
     Attributes:
@@ -80,7 +98,7 @@ class Pull(_Command, frozen=True):
     pages: tuple[int, ...]
 
 
-class Release(_Command, frozen=True):
+class Release(_Command, frozen=True, gc=False):
     """Forget a request.
 
     From an instance: its pages are back in the pool; drop what else is kept for it. A request that came back while its
@@ -92,7 +110,7 @@ class Release(_Command, frozen=True):
     instance: str | None = None
 
 
-class Preempt(_Command, frozen=True):
+class Preempt(_Command, frozen=True, gc=False):
     """The pages of a decoding request were taken back; what it generated so far stands.
 
     From a decode instance the router must have it prefilled again (it gets Preempted). A colocated instance prefills it
@@ -102,7 +120,7 @@ class Preempt(_Command, frozen=True):
     request_id: str
 
 
-class Emit(_Command, frozen=True):
+class Emit(_Command, frozen=True, gc=False):
     """The newest tokens of a request go out.
 
     Attributes:
@@ -118,7 +136,7 @@ class Emit(_Command, frozen=True):
     parked: bool = False
 
 
-class Reject(_Command, frozen=True):
+class Reject(_Command, frozen=True, gc=False):
     """The request cannot be served.
 
     Attributes:
@@ -132,7 +150,7 @@ class Reject(_Command, frozen=True):
     retryable: bool = True
 
 
-class Dispatch(_Command, frozen=True):
+class Dispatch(_Command, frozen=True, gc=False):
     """Hand a request to an instance.
 
     Attributes:
@@ -146,7 +164,7 @@ class Dispatch(_Command, frozen=True):
     source: str | None = None
 
 
-class Retire(_Command, frozen=True):
+class Retire(_Command, frozen=True, gc=False):
     """A draining instance holds no request any more: it may be stopped. Router.
 
     Attributes:
@@ -156,4 +174,4 @@ class Retire(_Command, frozen=True):
     instance: str
 
 
-Command = RunStep | Pull | Release | Preempt | Emit | Reject | Dispatch | Retire
+Command = RunStep | BriefStep | Pull | Release | Preempt | Emit | Reject | Dispatch | Retire

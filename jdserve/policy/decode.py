@@ -6,30 +6,37 @@ the pull, so nothing lands that there is no room for. When running sequences nee
 youngest is preempted; it comes back with a longer prompt after it was prefilled again.
 
 With pipeline stages the sequences are dealt to one step per stage, all of them in flight at a time.
+
+Pulls overlap with steps, unless the plan says that they happen between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from jdserve.core.pages import BlockTable, pages_for
+from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import DecodeInstance
 from jdserve.core.request import Sequence, State
-from jdserve.policy.base import Held, Scheduler, sampled, watermark_pages
+from jdserve.policy.base import watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject
+from jdserve.policy.decoding import DecodingScheduler
 from jdserve.policy.events import Cancelled, Event, KVLanded, KVReady, PullFailed, StepDone
+from jdserve.policy.held import Held
 
 
-class DecodeScheduler(Scheduler):
+class DecodeScheduler(DecodingScheduler):
     """Takes KVReady, KVLanded, PullFailed, Cancelled and StepDone.
 
     Args:
         instance: limits from the plan.
         page_size: token positions per page.
+        pool: the pages of the instance; by default a fresh one.
+        brief: say only what a simulator needs.
     """
 
-    def __init__(self, instance: DecodeInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size, instance.pp)
+    def __init__(
+        self, instance: DecodeInstance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
+    ) -> None:
+        super().__init__(pool or PagePool(instance.pages, page_size), instance.in_flight or instance.pp, brief)
+        self._between_steps = instance.pull == "between_steps"
         self._max_num_seqs = instance.max_num_seqs
         self._spare = watermark_pages(instance.watermark, instance.pages)
         self._pulling: dict[str, Held] = {}
@@ -47,79 +54,35 @@ class DecodeScheduler(Scheduler):
             ValueError: KVReady with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
+        self._steady = None
         match event:
+            case StepDone():
+                self._step_done(event, commands)
             case KVReady():
                 self._kv_ready(event, commands)
             case KVLanded() | PullFailed():
                 self._pull_ended(event.request_id, isinstance(event, KVLanded), commands)
             case Cancelled():
                 self._cancelled(event.request_id, commands)
-            case StepDone():
-                self._step_done(event, commands)
             case _:
                 raise self._refuse(event)
-        self._launch(commands)
-        self._admit(commands)
+        if self._between_steps:
+            if self._pulling or not self._flights or isinstance(event, StepDone):
+                self._admit(commands)
+            if not self._pulling:
+                self._launch(commands)
+            return commands
+        if len(self._flights) < self._depth:
+            self._launch(commands)
+        if self._queue:
+            self._admit(commands)
         return commands
 
-    def horizon(self) -> int:
-        """For how many StepDone events from now no decision can change, if no other event comes and no text stops.
-
-        Until then the batch stays the same, nothing ends by its length, nothing is admitted (pages only get fewer, so
-        the head of the queue stays blocked) and the pages suffice. With B sequences, page size S and A available pages,
-        sequence i has room for s_i < S more tokens: after m S + r steps (0 < r <= S) the batch has taken m B pages and
-        one more for each s_i < r. So with m, rest = divmod(A, B) the pages last m S + s steps, where s is the
-        (rest + 1)-th smallest s_i.
-
-        Returns:
-            0 when no step is in flight, or when the very next StepDone changes the batch; always 0 with several
-            pipeline stages, where each step waits for those before it.
-        """
-        batch = self._flights[0].decoding if self._flights else ()
-        if self._depth > 1 or not batch or list(batch) != list(self._running.values()):
+    def _find_horizon(self) -> int:
+        # between steps, what came while one ran is pulled at its end
+        if self._between_steps and (self._pulling or self._admissible() is not None):
             return 0
-        full, rest = divmod(self.pool.available, len(batch))
-        pages_last = full * self.pool.page_size + sorted(self._room(held) for held in batch)[rest]
-        left = min(held.sequence.max_new_tokens - held.sequence.generated for held in batch)
-        return min(pages_last, left - 1)
-
-    def advance(self, k: int, now: int) -> list[Command]:
-        """Take ``k`` StepDone events at once: one Emit per sequence, and the step that is launched last.
-
-        The time is proportional to the batch and the pages it grows by, not to ``k``; state and pages are those that
-        ``k`` single events give.
-
-        Raises:
-            ValueError: ``k`` is not between 1 and :meth:`horizon`.
-        """
-        horizon = self.horizon()
-        if not 1 <= k <= horizon:
-            raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
-        batch = self._flights.popleft().decoding
-        self._grow(batch, k)
-        for held in batch:
-            held.sequence.computed += k
-            held.sequence.generated += k
-        self._next_step += k - 1
-        return [*(Emit(held.id, k) for held in batch), self._run(decoding=batch)]
-
-    def _room(self, held: Held) -> int:
-        """Tokens that still fit into the pages of a sequence after the step in flight."""
-        return len(held.table) * self.pool.page_size - held.sequence.computed - 1
-
-    def _grow(self, batch: Seq[Held], steps: int) -> None:
-        """Give the batch the pages of the next ``steps`` steps, dealt out as single steps would do it."""
-        size = self.pool.page_size
-        # within each page's worth of steps the sequences need a page in this order (sorted is stable)
-        order = sorted((self._room(held), index) for index, held in enumerate(batch))
-        turns = [index for start in range(0, steps, size) for room, index in order if start + room < steps]
-        grown = BlockTable(())
-        self.pool.grow(grown, len(turns))
-        dealt: list[list[int]] = [[] for _ in batch]
-        for index, page in zip(turns, grown.pages, strict=True):
-            dealt[index].append(page)
-        for held, pages in zip(batch, dealt, strict=True):
-            held.table.pages += tuple(pages)
+        return super()._find_horizon()
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
         if event.prompt_tokens < 1 or event.max_new_tokens < 1:
@@ -148,7 +111,8 @@ class DecodeScheduler(Scheduler):
             commands += self._end(held)
         elif landed:
             held.sequence.move(State.DECODING)
-            self._running[request_id] = held
+            self._begin(held)
+            self._decodes_next(held)
         else:
             commands += self._end(held, State.QUEUED)  # the router has it prefilled again
 
@@ -158,38 +122,39 @@ class DecodeScheduler(Scheduler):
         self._cancel(request_id, commands)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
-        for held in self._step_ended(event).decoding:
-            if held.cancelled:
-                commands += self._end(held)
-                continue
-            held.sequence.computed += 1
-            emit = sampled(held, event)
-            commands.append(emit)
-            if emit.finish is not None:
-                del self._running[held.id]
-                commands += self._end(held)
+        batch = self._step_ended(event).batch
+        assert batch is not None
+        self._decoded(batch, event, commands)
 
     def _launch(self, commands: list[Command]) -> None:
-        while self._places and (batch := self._micro_batch()):
+        while self._places and (batch := self._next_batch()) is not None:
             victims = self._make_room(batch)
             for victim in victims:
+                if untold := self._untold(victim, 0):
+                    commands.append(Emit(victim.id, untold))
                 commands += (Preempt(victim.id), *self._forget(victim.id))
-            if batch:
-                commands.append(self._run(decoding=batch))
+            if batch.members:
+                commands.append(self._run(batch=batch))
             elif not victims:
                 return
 
     def _admit(self, commands: list[Command]) -> None:
-        while self._queue and len(self._running) + len(self._pulling) + self._leaving < self._max_num_seqs:
-            held = next(iter(self._queue.values()))
-            if held.id in self._pulling:
-                break  # an abandoned pull of the same request must end first
-            # the next step writes the KV of the token that prefill sampled
-            count = pages_for(held.sequence.prompt_tokens + 1, self.pool.page_size)
-            spare = self._spare if self._running or self._pulling else 0
-            if count > self.pool.available - spare:
-                break
-            held.table = self.pool.reserve(count)
+        while (held := self._admissible()) is not None:
+            held.table = self.pool.reserve(self._needed(held))
             self._leave_queue(held, State.PULLING)
             self._pulling[held.id] = held
-            commands.append(Pull(held.id, held.source, held.sequence.prompt_tokens, held.table.pages))
+            commands.append(Pull(held.id, held.source, held.sequence.prompt_tokens, self._ids(held)))
+
+    def _admissible(self) -> Held | None:
+        """The head of the queue, if it can be pulled now."""
+        if not self._queue or len(self._running) + len(self._pulling) + self._leaving >= self._max_num_seqs:
+            return None
+        held = next(iter(self._queue.values()))
+        if held.id in self._pulling:
+            return None  # an abandoned pull of the same request must end first
+        spare = self._spare if self._running or self._pulling else 0
+        return held if self._needed(held) <= self.pool.available - spare else None
+
+    def _needed(self, held: Held) -> int:
+        # the next step writes the KV of the token that prefill sampled
+        return pages_for(held.sequence.prompt_tokens + 1, self.pool.page_size)

@@ -7,11 +7,11 @@ import msgspec
 from jdserve.core.plan import Role
 
 
-class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="event"):
+class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="event", gc=False):
     pass
 
 
-class Arrived(_Event, frozen=True):
+class Arrived(_Event, frozen=True, gc=False):
     """A request came in. Router; then the prefill or colocated instance it was dispatched to.
 
     Attributes:
@@ -27,13 +27,13 @@ class Arrived(_Event, frozen=True):
     prefix: tuple[bytes, ...] = ()
 
 
-class Cancelled(_Event, frozen=True):
+class Cancelled(_Event, frozen=True, gc=False):
     """Nobody waits for the request any more, or its text is complete. All machines; unknown ids are ignored."""
 
     request_id: str
 
 
-class StepDone(_Event, frozen=True):
+class StepDone(_Event, frozen=True, gc=False):
     """The oldest step in flight has ended. Instances.
 
     Attributes:
@@ -47,7 +47,7 @@ class StepDone(_Event, frozen=True):
     failed: tuple[str, ...] = ()
 
 
-class KVReady(_Event, frozen=True):
+class KVReady(_Event, frozen=True, gc=False):
     """The KV of a request is parked on a prefill instance. Router; then the decode instance it was dispatched to.
 
     Attributes:
@@ -63,7 +63,7 @@ class KVReady(_Event, frozen=True):
     max_new_tokens: int
 
 
-class KVLanded(_Event, frozen=True):
+class KVLanded(_Event, frozen=True, gc=False):
     """A pull has ended well.
 
     The decode instance may run the request, the prefill instance may forget its pages, and the router no longer minds
@@ -73,7 +73,7 @@ class KVLanded(_Event, frozen=True):
     request_id: str
 
 
-class PullFailed(_Event, frozen=True):
+class PullFailed(_Event, frozen=True, gc=False):
     """A pull has ended without the KV. Decode instance; then the router.
 
     Attributes:
@@ -85,13 +85,13 @@ class PullFailed(_Event, frozen=True):
     reason: str = ""
 
 
-class LeaseExpired(_Event, frozen=True):
+class LeaseExpired(_Event, frozen=True, gc=False):
     """Parked KV was not pulled in time. Prefill instance."""
 
     request_id: str
 
 
-class Preempted(_Event, frozen=True):
+class Preempted(_Event, frozen=True, gc=False):
     """A decode instance gave up the pages of a request, which must be prefilled again. Router.
 
     Attributes:
@@ -105,13 +105,13 @@ class Preempted(_Event, frozen=True):
     max_new_tokens: int
 
 
-class Finished(_Event, frozen=True):
+class Finished(_Event, frozen=True, gc=False):
     """A request ended on its instance, well or not. Router."""
 
     request_id: str
 
 
-class PeerFailed(_Event, frozen=True):
+class PeerFailed(_Event, frozen=True, gc=False):
     """An instance is gone with everything on it. Router.
 
     Attributes:
@@ -121,7 +121,7 @@ class PeerFailed(_Event, frozen=True):
     instance: str
 
 
-class PeerJoined(_Event, frozen=True):
+class PeerJoined(_Event, frozen=True, gc=False):
     """An instance takes work (again). Router.
 
     Attributes:
@@ -133,7 +133,7 @@ class PeerJoined(_Event, frozen=True):
     role: Role | None = None
 
 
-class Draining(_Event, frozen=True):
+class Draining(_Event, frozen=True, gc=False):
     """Take no new work, finish what was accepted. Router.
 
     Attributes:
@@ -143,7 +143,7 @@ class Draining(_Event, frozen=True):
     instance: str | None = None
 
 
-class Tick(_Event, frozen=True):
+class Tick(_Event, frozen=True, gc=False):
     """Time has passed while requests wait for an instance that is gone. Router."""
 
 

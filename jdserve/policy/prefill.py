@@ -10,12 +10,13 @@ With pipeline stages one such batch per stage is in flight.
 
 from __future__ import annotations
 
-from jdserve.core.pages import pages_for
+from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import PrefillInstance
 from jdserve.core.request import State
-from jdserve.policy.base import Held, Scheduler, sampled
-from jdserve.policy.commands import Chunk, Command, Emit, Reject
+from jdserve.policy.base import Part, Scheduler
+from jdserve.policy.commands import Command, Emit, Reject
 from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, LeaseExpired, StepDone
+from jdserve.policy.held import Held
 
 
 class PrefillScheduler(Scheduler):
@@ -24,10 +25,14 @@ class PrefillScheduler(Scheduler):
     Args:
         instance: limits from the plan.
         page_size: token positions per page.
+        pool: the pages of the instance; by default a fresh one.
+        brief: say only what a simulator needs.
     """
 
-    def __init__(self, instance: PrefillInstance, page_size: int) -> None:
-        super().__init__(instance.pages, page_size, instance.pp)
+    def __init__(
+        self, instance: PrefillInstance, page_size: int, *, pool: PagePool | None = None, brief: bool = False
+    ) -> None:
+        super().__init__(pool or PagePool(instance.pages, page_size), instance.pp, brief)
         self._instance = instance
         self._parked: dict[str, Held] = {}
 
@@ -45,17 +50,18 @@ class PrefillScheduler(Scheduler):
         """
         commands: list[Command] = []
         match event:
+            case StepDone():
+                self._step_done(event, commands)
             case Arrived():
                 self._arrived(event, commands)
             case Cancelled():
                 self._cancelled(event.request_id, commands)
-            case StepDone():
-                self._step_done(event, commands)
             case KVLanded() | LeaseExpired():
                 self._drop_parked(event.request_id, commands)
             case _:
                 raise self._refuse(event)
-        self._launch(commands)
+        if self._queue:
+            self._launch(commands)
         return commands
 
     def _arrived(self, event: Arrived, commands: list[Command]) -> None:
@@ -73,6 +79,9 @@ class PrefillScheduler(Scheduler):
         self._cancel(request_id, commands)
         self._drop_parked(request_id, commands)
 
+    def _withdraw(self, held: Held) -> None:
+        raise AssertionError(f"request {held.id} runs, but is in no step")
+
     def _drop_parked(self, request_id: str, commands: list[Command]) -> None:
         held = self._parked.pop(request_id, None)
         if held is not None:
@@ -80,17 +89,19 @@ class PrefillScheduler(Scheduler):
             commands += self._end(held)
 
     def _step_done(self, event: StepDone, commands: list[Command]) -> None:
-        batch = self._step_ended(event).prefilling
-        for held in batch:
+        parts = self._step_ended(event).parts
+        for part in parts:
+            held = part.held
             if held.id not in event.failed:
                 held.sequence.computed = held.sequence.prompt_tokens
                 self._publish(held)
-        for held in batch:
+        for part in parts:
+            held = part.held
             if held.cancelled:
                 commands += self._end(held)
                 continue
             del self._running[held.id]
-            emit = sampled(held, event)
+            emit = self._sampled(held, event)
             if emit.finish is None:
                 held.sequence.move(State.PREFILLED)
                 self._parked[held.id] = held
@@ -100,7 +111,9 @@ class PrefillScheduler(Scheduler):
 
     def _launch(self, commands: list[Command]) -> None:
         while self._places and (batch := self._batch()):
-            commands.append(self._run([_whole(held) for held in batch], batch))
+            commands.append(
+                self._run([Part(held, held.sequence.prompt_tokens - held.sequence.computed) for held in batch])
+            )
 
     def _batch(self) -> list[Held]:
         """The prompts of the next step, with their pages."""
@@ -115,8 +128,3 @@ class PrefillScheduler(Scheduler):
                 break  # strictly in order: what comes behind must not starve the head
             batch.append(held)
         return batch
-
-
-def _whole(held: Held) -> Chunk:
-    start = held.sequence.computed
-    return Chunk(held.id, start, held.sequence.prompt_tokens - start, held.table.pages, last=True)

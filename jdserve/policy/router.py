@@ -13,6 +13,7 @@ supervisor restarts what died, and nobody need notice. Its KV stays parked meanw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -96,6 +97,8 @@ class Router:
         balance: what the shortest queue of prompts is counted in first; the other breaks ties.
         max_open: requests accepted at a time, None for no limit.
         patience_s: how long requests wait for a role of which no instance is left.
+        near: for a prefill instance, the decode instances that its KV goes to while one of them is usable; any may take
+            it otherwise, or where the prefill instance is not in here.
 
     Raises:
         ValueError: a name is used twice, or ``max_retries`` is negative.
@@ -110,6 +113,7 @@ class Router:
         balance: Balance = "tokens",
         max_open: int | None = None,
         patience_s: float = 0.0,
+        near: Mapping[str, Seq[str]] | None = None,
     ) -> None:
         if max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {max_retries}")
@@ -117,6 +121,7 @@ class Router:
         self._balance: Balance = balance
         self._max_open = max_open
         self._patience = round(patience_s * 1e9)
+        self._near = {source: frozenset(names) for source, names in (near or {}).items()}
         self._draining = False
         self._instances: dict[str, _Instance] = {}
         self._requests: dict[str, _Request] = {}  # in order of arrival
@@ -127,6 +132,11 @@ class Router:
                 if name in self._instances:
                     raise ValueError(f"two instances are called {name!r}")
                 self._instances[name] = _Instance(name, role)
+        # who takes prompts, and who decodes: those that are usable
+        self._takers: list[_Instance] = []
+        self._decodes: list[_Instance] = []
+        self._anyone_leaves = False
+        self._look_who_is_there()
 
     @property
     def requests(self) -> int:
@@ -159,6 +169,9 @@ class Router:
             ValueError: Arrived with a known id, or an event names an instance that is not in the plan.
         """
         match event:
+            case KVReady() | KVLanded() | Finished() | PullFailed() | Preempted() | Cancelled():
+                request = self._requests.get(event.request_id)
+                commands = [] if request is None else self._about(request, event, now)
             case Arrived():
                 commands = self._arrived(event, now)
             case PeerFailed():
@@ -169,12 +182,9 @@ class Router:
                 commands = self._drain(event.instance, now)
             case Tick():
                 commands = self._place_stranded(now)
-            case KVReady() | KVLanded() | PullFailed() | Preempted() | Cancelled() | Finished():
-                request = self._requests.get(event.request_id)
-                commands = [] if request is None else self._about(request, event, now)
             case _:
                 raise TypeError(f"Router takes no {type(event).__name__}")
-        return [*commands, *self._retired()]
+        return [*commands, *self._retired()] if self._anyone_leaves else commands
 
     def _about(
         self, request: _Request, event: KVReady | KVLanded | PullFailed | Preempted | Cancelled | Finished, now: int
@@ -245,24 +255,30 @@ class Router:
             self._draining = True
         else:
             self._instance(name).draining = True
+            self._anyone_leaves = True
             self._note_gone(now)
         return []
 
     def _retired(self) -> list[Command]:
         """Draining instances that nothing is on any more; they are forgotten."""
         leaving = [peer for peer in self._instances.values() if peer.draining]
-        if not leaving:
-            return []
         held = {peer for request in self._requests.values() for peer in (request.at, request.source)}
         empty = [peer for peer in leaving if peer not in held]
         for peer in empty:
             del self._instances[peer.name]
+        self._anyone_leaves = len(empty) < len(leaving)
         return [Retire(peer.name) for peer in empty]
 
     def _note_gone(self, now: int) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode", "colocated")
         usable = {peer.role for peer in self._instances.values() if peer.usable}
         self._gone = {role: self._gone.get(role, now) for role in roles if role not in usable}
+        self._look_who_is_there()
+
+    def _look_who_is_there(self) -> None:
+        usable = [peer for peer in self._instances.values() if peer.usable]
+        self._takers = [peer for peer in usable if peer.role != "decode"]
+        self._decodes = [peer for peer in usable if peer.role == "decode"]
 
     def _place_stranded(self, now: int) -> list[Command]:
         waiting = [request for request in self._requests.values() if request.at is None]
@@ -294,17 +310,18 @@ class Router:
 
     def _choose(self, request: _Request) -> _Instance | tuple[Role, ...]:
         """The instance that takes a request next, or the roles of which there is none."""
-        usable = [peer for peer in self._instances.values() if peer.usable]
-        decodes = [peer for peer in usable if peer.role == "decode"]
+        decodes, takers = self._decodes, self._takers
         if request.source is not None:
-            return min(decodes, key=lambda peer: (peer.tokens, peer.requests)) if decodes else ("decode",)
-        takers = [peer for peer in usable if peer.role != "decode"]
-        able = [peer for peer in takers if peer.role == "colocated" or decodes or request.max_new_tokens <= 1]
+            if self._near:
+                near = self._near.get(request.source.name, frozenset())
+                decodes = [peer for peer in decodes if peer.name in near] or decodes
+            return _least(decodes, "tokens") if decodes else ("decode",)
+        able = takers
+        if not decodes and request.max_new_tokens > 1:
+            able = [peer for peer in takers if peer.role == "colocated"]
         if not able:
             return ("decode",) if takers else ("prefill", "colocated")
-        if self._balance == "tokens":
-            return min(able, key=lambda peer: (peer.tokens, peer.requests))
-        return min(able, key=lambda peer: (peer.requests, peer.tokens))
+        return _least(able, self._balance)
 
     def _put(self, request: _Request, at: _Instance) -> list[Command]:
         request.at = at
@@ -334,3 +351,12 @@ class Router:
         if name not in self._instances:
             raise ValueError(f"instance {name!r} is not in the plan")
         return self._instances[name]
+
+
+def _least(peers: Seq[_Instance], balance: Balance) -> _Instance:
+    """The first of those with the least load, counted in ``balance`` first."""
+    if len(peers) == 1:
+        return peers[0]
+    if balance == "tokens":
+        return min(peers, key=lambda peer: (peer.tokens, peer.requests))
+    return min(peers, key=lambda peer: (peer.requests, peer.tokens))

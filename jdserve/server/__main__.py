@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jdserve.core.shipped import plans
+
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def default_plan() -> Path:
-    """The plan that is served when none is named: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).parent.parent
-    inside = package / "plans" / "quickstart.json"
-    return inside if inside.exists() else package.parent / "plans" / "quickstart.json"
+    """The plan that is served when none is named."""
+    return plans() / "quickstart.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

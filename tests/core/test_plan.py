@@ -167,6 +167,7 @@ TOGETHER = [
         "127 pages of 16 tokens do not hold one request of max_model_len 2048: at least 128 needed",
     ),
     (put(2049, "max_model_len"), "$.instances[2].pages", "at least 129 needed"),
+    (put(3, "instances", 1, "in_flight"), "$.instances[1].in_flight", "3 is above pp 2"),
     (put(15, "instances", 2, "token_budget"), "$.instances[2].token_budget", "15 is below max_num_seqs 16"),
     (
         put("x", "workers", 1, "stages", 1, "instance"),

@@ -344,9 +344,12 @@ class Harness:
 
 
 def _check_stages(site: Site) -> None:
-    """No stage waits while a sequence could decode."""
-    machine = site.machine
-    if isinstance(machine, DecodeScheduler) and len(site.steps) < site.instance.pp:
+    """No stage waits while a sequence could decode, unless the plan wants it."""
+    machine, instance = site.machine, site.instance
+    if not isinstance(machine, DecodeScheduler) or not isinstance(instance, DecodeInstance):
+        return
+    waits = instance.pull == "between_steps" and machine.pulling
+    if not waits and len(site.steps) < (instance.in_flight or instance.pp):
         idle = machine.running - sum(held.in_step for held in machine._running.values())
         assert not idle or (site.steps and idle == 1 and not machine.pool.available)
 

@@ -231,6 +231,22 @@ def test_the_horizon_ends_before_an_end_or_a_shortage() -> None:
     assert Preempt("b") in machine.handle(StepDone(3), 4)
 
 
+def test_pulls_between_steps() -> None:
+    machine = scheduler(pull="between_steps", pages=9)
+    assert machine.handle(ready("a"), 0) == [Pull("a", "p", 4, (1, 2))]
+    assert machine.handle(ready("b"), 1) == [Pull("b", "p", 4, (3, 4))], "no step is in flight, so this pull joins"
+    assert machine.handle(KVLanded("a"), 2) == [], "b is still on its way"
+    assert machine.handle(KVLanded("b"), 3)[0] == RunStep(0, (), (DecodeSeq("a", 5, (1, 2)), DecodeSeq("b", 5, (3, 4))))
+    assert machine.horizon() == 4
+    assert machine.handle(ready("c", 20, 5), 4) == []
+    assert machine.horizon() == 4, "c does not fit"
+    assert machine.handle(ready("d"), 5) == []
+    assert machine.handle(Cancelled("c"), 6) == [Release("c")]
+    assert machine.horizon() == 0, "d is pulled at the end of the step"
+    assert machine.handle(StepDone(0), 7) == [Emit("a"), Emit("b"), Pull("d", "p", 4, (5, 6))]
+    assert [type(command) for command in machine.handle(PullFailed("d"), 8)] == [Release, RunStep]
+
+
 def test_seven_pages_make_two_requests_take_turns() -> None:
     """34 prompt and 35 output tokens need 5 pages of 16 each; with 7 both finish, one of them with an interruption."""
     prefill = PrefillInstance(name="p", pages=20, lm_tokens=512)

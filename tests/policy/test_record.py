@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, PrefillInstance
+from jdserve.core.steptime import StepFeatures
 from jdserve.policy.build import RouterConfig, machine_of
 from jdserve.policy.commands import (
+    BriefStep,
     Chunk,
     Command,
     DecodeSeq,
@@ -57,6 +59,7 @@ EVENTS: tuple[Event, ...] = (
 )
 COMMANDS: tuple[Command, ...] = (
     RunStep(0, (Chunk("a", 0, 4, (1, 2), last=True),), (DecodeSeq("b", 7, (3,)),)),
+    BriefStep(1, StepFeatures(4, 16, 0, 1, 7), ("a",)),
     Pull("a", "p", 4, (1,)),
     Release("a", "p"),
     Preempt("a"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, HostedStage, Plan, PrefillInstance, Worker
@@ -50,6 +51,33 @@ def test_a_prompt_goes_where_the_fewest_tokens_wait() -> None:
     assert arrive(router, 300, 900, 120, 2048, 450, 60) == ["p0", "p1", "p0", "p0", "p1", "p1"]
     assert (router.load("p0"), router.load("p1")) == (2468, 1410)
     assert router.requests == 6
+
+
+def test_kv_stays_near_while_it_can() -> None:
+    near = {"p0": ("d0",), "p1": ("d1",)}
+    router = Router(["p0", "p1"], ["d0", "d1"], [], near=near)
+    assert arrive(router, 9, 5, 3, 1) == ["p0", "p1", "p1", "p1"]
+    assert [ready(router, id, "p1") for id in "bc"] == [[Dispatch(id, "d1", "p1")] for id in "bc"]
+    router.handle(PeerFailed("d1"), 0)
+    assert ready(router, "d", "p1") == [Dispatch("d", "d0", "p1")]
+
+
+def test_a_plan_says_which_decode_instances_are_near() -> None:
+    def at(name: str, host: str, device: int) -> Worker:
+        return Worker(name, (HostedStage(name, (device,)),), host)
+
+    plan = Plan(
+        model="m",
+        max_model_len=64,
+        reach="host",
+        instances=(
+            *(PrefillInstance(name=name, pages=8, lm_tokens=64) for name in ("p0", "p1")),
+            *(DecodeInstance(name=name, pages=8, max_num_seqs=4) for name in ("d0", "d1", "d2")),
+        ),
+        workers=(at("p0", "a", 0), at("p1", "b", 0), at("d0", "a", 1), at("d1", "b", 1), at("d2", "a", 2)),
+    )
+    assert RouterConfig.of(plan).near == {"p0": ("d0", "d2"), "p1": ("d1",)}
+    assert RouterConfig.of(msgspec.structs.replace(plan, reach="any")).near == {}
 
 
 def test_ties_go_to_fewer_requests_then_to_the_order_of_the_plan() -> None:

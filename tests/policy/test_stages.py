@@ -60,7 +60,29 @@ def test_what_is_idle_fills_all_free_places() -> None:
     for step in range(3):
         machine.handle(StepDone(step), 1)
     # two sequences are left for two places, although a share of five would be two
-    assert [len(flight.decoding) for flight in machine._flights] == [1, 2, 1, 1]
+    assert [len(flight.batch) for flight in machine._flights] == [1, 2, 1, 1]
+
+
+def test_one_step_in_flight_takes_all() -> None:
+    machine = decode(in_flight=1)
+    launched = [steps(land(machine, id)) for id in "abc"]
+    assert launched == [["a"], [], []]
+    assert steps(machine.handle(StepDone(0), 1)) == ["a b c"]
+    assert machine.horizon() == 48
+
+
+def test_no_batch_is_launched_while_another_waits_for_its_pull() -> None:
+    machine = decode(pull="between_steps")
+    land(machine, "a")
+    assert machine.handle(KVReady("b", "p", 4, 50), 1) == []
+    assert isinstance(machine.handle(StepDone(0), 2)[-1], Pull)
+    assert machine.horizon() == 0
+    assert steps(machine.handle(KVLanded("b"), 3)) == ["a", "b"]
+    assert machine.handle(KVReady("c", "p", 4, 50), 4) == []
+    (_, pull) = machine.handle(StepDone(1), 5)
+    assert isinstance(pull, Pull)
+    assert steps(machine.handle(StepDone(2), 6)) == [], "a and b wait for c"
+    assert steps(machine.handle(KVLanded("c"), 7)) == ["a b", "c"]
 
 
 def test_steps_end_in_order() -> None:
@@ -73,12 +95,17 @@ def test_steps_end_in_order() -> None:
     machine.handle(StepDone(1), 2)
 
 
-def test_the_horizon_of_several_stages_is_zero() -> None:
+def test_the_horizon_of_several_stages_counts_the_steps_of_all() -> None:
     machine = decode()
-    land(machine, "a")
-    assert machine.horizon() == 0
-    with pytest.raises(ValueError, match="horizon 0"):
-        machine.advance(1, 0)
+    land(machine, "a", output=10)
+    assert machine.horizon() == 9
+    land(machine, "b", output=3)
+    # a, b, a, b: the sixth event is the end of b
+    assert machine.horizon() == 5
+    assert steps(machine.advance(5, 1)) == ["a"]
+    assert [flight.step_id for flight in machine._flights] == [5, 6]
+    land(machine, "c")
+    assert machine.horizon() == 0, "c joins at the next StepDone"
 
 
 def test_a_sequence_in_a_step_is_not_preempted() -> None:
@@ -153,8 +180,8 @@ def test_steps_are_balanced(seed: int, pp: int) -> None:
             commands = land(machine, f"r{next(ids)}")
         elif machine._flights:
             flight = machine._flights[0]
-            stopped = [held.id for held in flight.decoding if rng.random() < 0.1]
-            commands = machine.handle(StepDone(flight.step.step_id, tuple(stopped)), 0)
+            stopped = [id for id in flight.batch.members if rng.random() < 0.1]
+            commands = machine.handle(StepDone(flight.step_id, tuple(stopped)), 0)
         else:
             continue
         for command in commands:
@@ -162,8 +189,8 @@ def test_steps_are_balanced(seed: int, pp: int) -> None:
                 assert 1 <= len(command.decodes) <= -(-machine.running // pp)
     for _ in range(2 * pp):
         if machine._flights:
-            machine.handle(StepDone(machine._flights[0].step.step_id), 0)
-    sizes = [len(flight.decoding) for flight in machine._flights]
+            machine.handle(StepDone(machine._flights[0].step_id), 0)
+    sizes = [len(flight.batch) for flight in machine._flights]
     assert len(sizes) == min(pp, machine.running)
     assert sum(sizes) == machine.running
     assert max(sizes, default=0) <= -(-machine.running // pp)

@@ -1,0 +1,328 @@
+"""The event loop: a heap of completions, and the machines that they are told to.
+
+Events at the same femtosecond happen in this order: ends of steps (by the order of the instances in the plan), landed
+pulls, arrivals, leases. So the run does not depend on which of them were looked at one by one and which were skipped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import Any
+
+from jdserve.core.plan import Plan
+from jdserve.cost.stepcost import NO_LIMIT, StepCost
+from jdserve.policy.build import router_for
+from jdserve.policy.commands import BriefStep, Command, Dispatch, Emit, Preempt, Pull, Reject, Release
+from jdserve.policy.events import (
+    Arrived,
+    Cancelled,
+    Event,
+    Finished,
+    KVLanded,
+    KVReady,
+    LeaseExpired,
+    Preempted,
+    PullFailed,
+    StepDone,
+)
+from jdserve.sim.links import Links, Network
+from jdserve.sim.prefixes import Prefixes
+from jdserve.sim.result import NEVER, SimResult, Usage
+from jdserve.sim.site import UNKNOWN, Site
+from jdserve.sim.verdict import Verdict, Watch
+from jdserve.sim.workload import FS, Workload
+
+FS_PER_NS = 1_000_000
+
+END_OF_TIME = NO_LIMIT * FS
+
+
+class Loop:
+    """One run; see :func:`jdserve.sim.simulate.simulate` for the arguments."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        costs: Mapping[str, StepCost],
+        network: Network,
+        verdict: Verdict | None,
+        jump: bool,
+    ) -> None:
+        self._workload = workload
+        self._router = router_for(plan)
+        self._sites = {
+            instance.name: Site(
+                index, instance, plan.page_size, costs[instance.name], prefixes=bool(workload.blocks), jump=jump
+            )
+            for index, instance in enumerate(plan.instances)
+        }
+        self._landing, self._arriving, self._leasing = (len(self._sites) + place for place in range(3))
+        self._links = Links(network)
+        self._prefixes = Prefixes(workload, plan.page_size)
+        self._watch = None if verdict is None else Watch(verdict, workload)
+        self._heap: list[tuple[int, int, int, Any]] = []
+        self._posted = 0
+        self._now = 0
+        self._ns = 0
+        self._next_arrival = workload.arrivals[0]
+        self._ranks: list[int] = []  # of the events that have happened at this moment
+        self._turn = 0
+        self._events = 0
+        self._inbox: deque[tuple[Site | None, Event]] = deque()
+        count = len(workload)
+        self._open = count
+        self._started = [NEVER] * count
+        self._first = [NEVER] * count
+        self._pulled = [NEVER] * count
+        self._landings = [NEVER] * count
+        self._ends = [NEVER] * count
+        self._generated = [0] * count
+        self._rejected: dict[int, str] = {}
+
+    def run(self) -> SimResult:
+        """The whole run."""
+        arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
+        inbox = self._inbox
+        count, at = len(arrivals), 0
+        while self._open and not (watch and watch.certain):
+            if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
+                self._at(arrivals[at], self._arriving)
+                at += 1
+                self._next_arrival = arrivals[at] if at < count else END_OF_TIME
+                self._arrive(at - 1)
+            else:
+                end, rank, version, what = heappop(heap)
+                if rank < self._landing and version != what.version:
+                    continue
+                self._at(end, rank)
+                if rank < self._landing:
+                    self._step_done(what)
+                elif rank == self._landing:
+                    self._landed(*what)
+                else:
+                    self._expire(what)
+            while inbox:
+                site, event = inbox.popleft()
+                if site is None:
+                    self._ask_router(event)
+                else:
+                    self._ask(site, event)
+            if watch:
+                watch.passed(self._now)
+        return self._result()
+
+    def _result(self) -> SimResult:
+        for site in self._sites.values():
+            if site.hidden > 0 or site.untold:
+                self._sync(site)
+        return SimResult(
+            arrivals=self._workload.arrivals,
+            started=tuple(self._started),
+            first=tuple(self._first),
+            pulled=tuple(self._pulled),
+            landed=tuple(self._landings),
+            ends=tuple(self._ends),
+            outputs=self._workload.outputs,
+            generated=tuple(self._generated),
+            rejected=self._rejected,
+            complete=not self._open,
+            duration=self._now,
+            instances=tuple(
+                Usage(
+                    site.name,
+                    site.steps,
+                    tuple(busy / FS for busy in site.busy),
+                    site.machine.preemptions,
+                    site.tokens,
+                )
+                for site in self._sites.values()
+            ),
+            links={name: busy / FS for name, busy in sorted(self._links.busy.items())},
+            events=self._events,
+        )
+
+    # what happens
+
+    def _arrive(self, index: int) -> None:
+        work = self._workload
+        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
+
+    def _step_done(self, site: Site) -> None:
+        if site.hidden and not site.single:
+            other = self._heap[0] if self._heap else (END_OF_TIME, 0)
+            site.roll((other[0], other[1]), self._next_arrival)
+            site.version += 1
+            heappush(self._heap, (site.due(), site.index, site.version, site))
+            return
+        if site.hidden:
+            site.jump(site.hidden)
+        self._tell(site)
+        site.hidden = UNKNOWN
+        self._ask(site, StepDone(site.flights.popleft().step_id))
+
+    def _landed(self, site: Site, source: Site, request_id: str) -> None:
+        self._landings[int(request_id)] = self._now
+        event = KVLanded(request_id)
+        self._inbox.extend(((site, event), (source, event), (None, event)))
+
+    def _expire(self, site: Site) -> None:
+        site.timer = False
+        for request_id, since in list(site.parked.items()):
+            if since + site.lease > self._now:
+                break
+            self._inbox.append((site, LeaseExpired(request_id)))
+        self._watch_leases(site)
+
+    def _watch_leases(self, site: Site) -> None:
+        # one timer for the oldest is enough: leases of one instance are equally long
+        later = next((since for since in site.parked.values() if since + site.lease > self._now), None)
+        if later is not None:
+            site.timer = True
+            self._post(later + site.lease, self._leasing, site)
+
+    # whom to ask
+
+    def _ask_router(self, event: Event) -> None:
+        self._events += 1
+        for command in self._router.handle(event, self._ns):
+            if isinstance(command, Dispatch):
+                self._dispatch(command.request_id, self._sites[command.instance], command.source)
+            elif isinstance(command, Release):
+                assert command.instance is not None
+                self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
+            elif isinstance(command, Reject):
+                self._reject(int(command.request_id), command.reason)
+            else:
+                raise AssertionError(command)
+
+    def _dispatch(self, request_id: str, site: Site, source: str | None) -> None:
+        index, work = int(request_id), self._workload
+        got = self._generated[index]
+        left, tokens = work.outputs[index] - got, work.inputs[index] + got
+        if source is None:
+            self._inbox.append((site, Arrived(request_id, tokens, left, self._prefixes.of(index))))
+        else:
+            self._inbox.append((site, KVReady(request_id, source, tokens - 1, left)))
+
+    def _ask(self, site: Site, event: Event) -> None:
+        self._events += 1
+        if site.hidden > 0 or site.untold:
+            self._sync(site)
+        for command in site.machine.handle(event, self._ns):
+            if isinstance(command, BriefStep):
+                if command.prompts:
+                    self._prompts_start(command.prompts)
+                site.launch(command.step_id, command.work, self._now, self._turn)
+            elif isinstance(command, Emit):
+                self._emit(site, command)
+            elif isinstance(command, Release):
+                site.parked.pop(command.request_id, None)
+            elif isinstance(command, Pull):
+                self._pull(site, self._sites[command.source], command.request_id, command.tokens)
+            else:
+                self._obey(site, command)
+        if site.flights:
+            self._schedule(site)
+
+    def _obey(self, site: Site, command: Command) -> None:
+        match command:
+            case Preempt(request_id):
+                if site.preempted:
+                    index = int(request_id)
+                    got = self._generated[index]
+                    tokens, left = self._workload.inputs[index] + got, self._workload.outputs[index] - got
+                    self._inbox.append((None, Preempted(request_id, tokens, left)))
+            case Reject(request_id, reason):
+                self._reject(int(request_id), reason)
+                self._inbox.append((None, Finished(request_id)))
+            case _:
+                raise AssertionError(command)
+
+    def _emit(self, site: Site, emit: Emit) -> None:
+        index = int(emit.request_id)
+        if self._first[index] == NEVER:
+            self._first[index] = self._now
+            if self._watch:
+                self._watch.first(index, self._now)
+        self._generated[index] += emit.count
+        if emit.finish is not None:
+            self._end(index)
+            self._inbox.append((None, Finished(emit.request_id)))
+        elif emit.parked:
+            site.parked[emit.request_id] = self._now
+            if not site.timer:
+                self._watch_leases(site)
+            got = self._generated[index]
+            tokens, left = self._workload.inputs[index] + got - 1, self._workload.outputs[index] - got
+            self._inbox.append((None, KVReady(emit.request_id, site.name, tokens, left)))
+
+    def _end(self, index: int) -> None:
+        self._ends[index] = self._now
+        self._open -= 1
+        if self._watch:
+            self._watch.ended(index, self._first[index], self._now)
+
+    def _reject(self, index: int, reason: str) -> None:
+        self._rejected[index] = reason
+        self._open -= 1
+        if self._watch:
+            self._watch.lost(index)
+
+    def _pull(self, site: Site, source: Site, request_id: str, tokens: int) -> None:
+        if request_id not in source.parked:
+            # its lease ran out
+            for target in (site, None):
+                self._inbox.append((target, PullFailed(request_id, "its KV is not parked any more")))
+            return
+        self._pulled[int(request_id)] = self._now
+        self._post(
+            self._links.transfer(source.name, site.name, tokens, self._now), self._landing, (site, source, request_id)
+        )
+
+    # steps
+
+    def _prompts_start(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
+            index = int(request_id)
+            if self._started[index] == NEVER:
+                self._started[index] = self._now
+
+    def _schedule(self, site: Site) -> None:
+        """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
+        hidden = site.decoder.horizon() if site.decoder else 0
+        if hidden == site.hidden:
+            return
+        site.hidden = hidden
+        site.version += 1
+        heappush(self._heap, (site.due(), site.index, site.version, site))
+
+    def _at(self, now: int, rank: int) -> None:
+        """The next event happens."""
+        self._turn += 1
+        if now == self._now:
+            self._ranks.append(rank)
+            return
+        self._now, self._ranks = now, [rank]
+        self._ns = now // FS_PER_NS
+
+    def _sync(self, site: Site) -> None:
+        """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
+        # those that end just now have ended before what comes behind them in the order of a moment
+        since = len(self._ranks) - (self._turn - site.launched)
+        passed = max(self._ranks[max(since, 0) :], default=-1)
+        site.sync(self._now if site.index < passed else self._now - 1)
+        self._tell(site)
+
+    def _tell(self, site: Site) -> None:
+        """Tell the machine of the steps that have ended without a decision."""
+        if site.untold and site.decoder:
+            site.decoder.advance(site.untold, self._ns)
+            self._events += site.untold
+            site.untold = 0
+
+    def _post(self, at: int, rank: int, what: object) -> None:
+        self._posted += 1
+        heappush(self._heap, (at, rank, self._posted, what))
