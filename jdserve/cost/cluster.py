@@ -56,7 +56,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         file = cluster_file(path)
         if not file.exists():
             known = ", ".join(cluster_names())
-            raise InvalidPlan("$", f"{path} is neither a file nor a cluster that comes with jdserve; those are: {known}")
+            raise InvalidPlan("$", f"{path} is neither a file nor a cluster that comes with jdserve: {known}")
         return jsonio.read(file, cls)
 
     @property
