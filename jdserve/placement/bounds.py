@@ -18,7 +18,7 @@ from jdserve.core.steptime import StepFeatures
 from jdserve.cost.stepcost import FS, Coefficients, Linear, Phased, Roofline, StepCost, Switched
 from jdserve.placement.candidates import Part, Unit
 from jdserve.placement.evaluate import FASTEST, LOWEST
-from jdserve.placement.job import Floats, Job
+from jdserve.placement.job import Floats, Job, Scope
 from jdserve.placement.sizing import Sized, Sizer
 from jdserve.sim.attainment import needed
 
@@ -138,11 +138,13 @@ class Phase(NamedTuple):
         work: least seconds that each request costs. Shape [requests].
         servers: instances.
         patience: seconds after its arrival by which a request that meets the SLO is through. Shape [requests].
+        scope: what the runs are about that it bounds.
     """
 
     work: Floats
     servers: int
     patience: Floats
+    scope: Scope = "both"
 
 
 class Alone(NamedTuple):
@@ -170,7 +172,7 @@ class Bounds:
         self._job = job
         self._sizer = sizer
         self._times: dict[tuple[Part, str], Floats] = {}
-        self._capacities: dict[tuple[Part, str], float] = {}
+        self._capacities: dict[tuple[Part, str, Scope], float] = {}
         self._guesses: dict[tuple[Part, str], float] = {}
 
     def alone(self, unit: Unit) -> Alone:
@@ -207,7 +209,8 @@ class Bounds:
 
     def part_capacity(self, part: Part) -> float:
         """As :meth:`capacity`, of one phase."""
-        return self._capacity(part, "prefill" if part.role == "prefill" else "decode")
+        scope: Scope = "prefill" if part.role == "prefill" else "decode"
+        return self._capacity(part, scope, scope)
 
     def _guess(self, part: Part, kind: str) -> float:
         if (part, kind) not in self._guesses:
@@ -257,14 +260,16 @@ class Bounds:
             self._times[key] = measure(self._job, self._sized(part))
         return self._times[key]
 
-    def _capacity(self, part: Part, kind: str) -> float:
-        if (part, kind) not in self._capacities:
+    def _capacity(self, part: Part, kind: str, scope: Scope = "both") -> float:
+        key = (part, kind, scope)
+        if key not in self._capacities:
             job, sized = self._job, self._sized(part)
             outputs = np.maximum(job.sample.outputs - 1, 0) if kind == "decode" else np.zeros(len(job.sample.outputs))
             work = prefill_work(job, sized) if kind == "prefill" else decode_work(job, sized)
-            phase = Phase(work, part.count, job.slo.ttft_s + job.slo.tpot_s * outputs)
-            self._capacities[part, kind] = capacity(job, phase)
-        return self._capacities[part, kind]
+            # where decode is alone, its requests do not wait for a first token
+            wait = 0.0 if scope == "decode" else job.slo.ttft_s
+            self._capacities[key] = capacity(job, Phase(work, part.count, wait + job.slo.tpot_s * outputs, scope))
+        return self._capacities[key]
 
 
 def capacity(job: Job, phase: Phase) -> float:
@@ -282,7 +287,7 @@ def capacity(job: Job, phase: Phase) -> float:
 
 def _could(job: Job, phase: Phase, rate: float) -> bool:
     """Whether the work that must be done by each of a few moments fits before it."""
-    count = min(job.count(rate), len(phase.work))
+    count = min(job.count(rate, phase.scope), len(phase.work))
     arrivals = job.sample.arrivals_s[:count] / rate
     due = arrivals + phase.patience[:count]
     spare = count - needed(job.slo.attainment, count)  # so many may miss: the ones that would cost most

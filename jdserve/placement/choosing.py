@@ -52,6 +52,7 @@ class Search:
         self._exhaustive = exhaustive
         self._progress = progress
         self._warnings = warnings
+        self._other_runs = 0
         most = devices if job.rate is None else None
         self._families = Families(job, runner, most, exhaustive, progress)
 
@@ -143,7 +144,7 @@ class Search:
             log=tuple(self._families.log),
             warnings=self._warnings + self._notes(plan, shown, option.goodput),
             latency=job.latency.name,
-            runs=self._runner.runs,
+            runs=self._runner.runs + self._other_runs,
         )
 
     def _confirmed(self, choice: Choice) -> Choice:
@@ -237,6 +238,7 @@ class Search:
                 )
                 best, _ = again._choices(found)
                 best = [again._confirmed(choice) for choice in best]
+                self._other_runs = runner.runs
             self._families.log += again._families.log
             if best:
                 best.sort(key=again._order)
@@ -323,7 +325,7 @@ class Search:
             log=tuple(self._families.log),
             warnings=self._warnings,
             latency=self._job.latency.name,
-            runs=self._runner.runs,
+            runs=self._runner.runs + self._other_runs,
         )
 
 

@@ -83,7 +83,13 @@ def alone_plan(job: Job, sizer: Sizer, part: Part) -> Composed:
         partner: Instance = DecodeInstance(name="partner", pages=pages, max_num_seqs=endless)
     else:
         partner = PrefillInstance(
-            name="partner", pages=pages, batching="kv_capacity", lm_tokens=1, max_batch=endless, lease_s=1e9
+            name="partner",
+            pages=pages,
+            batching="kv_capacity",
+            lm_tokens=1,
+            max_batch=endless,
+            lease_s=1e9,
+            prefix_cache=False,
         )
     costs: dict[str, StepCost] = dict.fromkeys(names, sized.cost) | {"partner": Linear(NOTHING)}
     instances.append(partner)

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
 from jdserve.core.request import SLO
 from jdserve.placement.compose import Composed
-from jdserve.placement.job import Job
+from jdserve.placement.job import Job, Scope
 from jdserve.sim.attainment import Attainment, attainment, needed
 from jdserve.sim.result import SimResult
 from jdserve.sim.simulate import simulate
 from jdserve.sim.verdict import Verdict
-from jdserve.sim.workload import Workload
-
-Scope = Literal["both", "prefill", "decode"]
 
 LOWEST, FASTEST = 1e-6, 1e9
 """Requests per second below which a plan is said to carry none, and above which no rate is tried."""
@@ -83,10 +79,12 @@ class Evaluator:
             times: so many times the requests.
         """
         job = self._job
-        count = job.count(rate) * times
+        count = job.count(rate, scope) * times
         work = job.source.at(rate, count)
         if scope == "prefill":
-            work = _prompts_only(work)
+            work = msgspec.structs.replace(work, outputs=(1,) * len(work))
+        elif scope == "decode":
+            work = msgspec.structs.replace(work, blocks=())  # nobody computes these prompts
         spare = count - needed(job.slo.attainment, count)
         verdict = Verdict(self.slo(scope), spare) if certain else None
         self.runs += 1
@@ -164,7 +162,3 @@ def highest(
         guess = (low + high) // 2
         low, high = (guess, high) if passes(guess) else (low, guess)
     return low
-
-
-def _prompts_only(work: Workload) -> Workload:
-    return msgspec.structs.replace(work, outputs=(1,) * len(work))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,10 +27,13 @@ ROUND_UP = 1024
 """The longest request of a plan is rounded up to a multiple of this many tokens, where the model allows it."""
 
 
+Scope = Literal["both", "prefill", "decode"]
+"""What counts of a run: requests as a whole, or one phase by itself."""
+
 WAITS, LIVES = 20, 3
 """A run lasts at least so many TTFTs, and so many times as long as the SLO lets a mean request live."""
 
-GROWTH = 50
+GROWTH = 10
 """A run has at most this many times the requests that the job asks for."""
 
 BOUNDED = 4
@@ -100,17 +104,17 @@ class Job:
         """The requests of the longest run that bounds look at, the first ones of which are those of every run."""
         return Sample(self.source.at(1.0, self.requests * (BOUNDED if self.steady else 1)), self.requests)
 
-    def count(self, rate: float) -> int:
+    def count(self, rate: float, scope: Scope = "both") -> int:
         """Requests of a run at ``rate``.
 
         An overloaded plan must have the time to show that it is: a run lasts a few of the longest waits for a first
-        token that the SLO allows, and a few of the times that a mean request may be there.
+        token that the SLO allows, and a few of the times that a mean request may be there; of one phase alone, in it.
         """
         if not self.steady:
             return self.requests
-        slo = self.slo
-        life = slo.ttft_s + slo.tpot_s * self.sample.mean_output
-        return max(self.requests, math.ceil(min(rate * max(WAITS * slo.ttft_s, LIVES * life), GROWTH * self.requests)))
+        wait = 0.0 if scope == "decode" else self.slo.ttft_s
+        life = wait + (0.0 if scope == "prefill" else self.slo.tpot_s * self.sample.mean_output)
+        return max(self.requests, math.ceil(min(rate * max(WAITS * wait, LIVES * life), GROWTH * self.requests)))
 
 
 class Sample:

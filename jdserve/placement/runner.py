@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from jdserve.placement.candidates import Part, Unit
 from jdserve.placement.compose import Composed, alone_plan, compose
-from jdserve.placement.evaluate import Evaluator, Scope
-from jdserve.placement.job import Job
+from jdserve.placement.evaluate import Evaluator
+from jdserve.placement.job import Job, Scope
 from jdserve.placement.sizing import Sizer
 
 POOL_FROM = 16
