@@ -295,9 +295,9 @@ class Instance:
 
     def _park(self, request_id: str, live: Live) -> None:
         assert isinstance(self._plan, PrefillInstance)
-        offering = live.offering or Offering()
+        offering = live.offering or Offering(request_id, self.name, self._plan.lease_s)
         try:
-            self._links.complete(offering, request_id, self.name, self._plan.lease_s)
+            self._links.complete(offering)
         except Exception:
             logger.exception("%s cannot offer all of the KV of request %s", self.name, request_id)
         self._leases[request_id] = self._clock() + int(self._plan.lease_s * 1e9)

@@ -282,7 +282,7 @@ def _warm_transfers(instance: InstancePlan, executor: Executor, links: Links, sp
         for size in executor.transfer_sizes:
             pages = (NULL_PAGE,) * size
             ways = links.begin("warm-up", instance.name, lambda: executor.leaving(pages), PULL_TIMEOUT_S)  # noqa: B023
-            links.complete(ways, "warm-up", instance.name, PULL_TIMEOUT_S)
+            links.complete(ways)
             links.drop(ways)
     if isinstance(instance, DecodeInstance):
         sources = [

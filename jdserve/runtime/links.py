@@ -56,10 +56,14 @@ class Offering:
     """The KV of one prompt on its way out.
 
     Attributes:
+        request_id, source, lease_s: what the offers say.
         handles: of the offers so far.
         copies: what is copied for offers that are still to be made, with the layouts that it is wanted in.
     """
 
+    request_id: str
+    source: str
+    lease_s: float
     handles: list[KVHandle] = field(default_factory=list)
     copies: list[tuple[Transport, Leaving, Seq[KVLayout]]] = field(default_factory=list)
 
@@ -109,13 +113,12 @@ class Links:
         Raises:
             TransferError: see the transports.
         """
-        offering = Offering()
+        offering = Offering(request_id, source, lease_s)
         try:
             for kind, layouts in self.destinations(source).items():
                 pages, transport = leaving(), self._transport(kind)
                 if transport.reads:
-                    for layout in layouts:
-                        offering.handles.append(transport.offer(request_id, source, pages, layout, lease_s))
+                    _offer(offering, transport, pages, layouts)
                 else:
                     pages.gather()
                     offering.copies.append((transport, pages, layouts))
@@ -124,7 +127,7 @@ class Links:
             raise
         return offering
 
-    def complete(self, offering: Offering, request_id: str, source: str, lease_s: float) -> None:
+    def complete(self, offering: Offering) -> None:
         """Make the offers that are left: the KV is computed, and parked.
 
         Raises:
@@ -132,8 +135,7 @@ class Links:
         """
         copies, offering.copies = offering.copies, []
         for transport, pages, layouts in copies:
-            for layout in layouts:
-                offering.handles.append(transport.offer(request_id, source, pages, layout, lease_s))
+            _offer(offering, transport, pages, layouts)
 
     def drop(self, offering: Offering) -> None:
         """End all offers, and forget what was copied for more."""
@@ -164,3 +166,9 @@ class Links:
         """Free every offer."""
         for transport in self._transports.values():
             transport.close()
+
+
+def _offer(offering: Offering, transport: Transport, pages: Leaving, layouts: Seq[KVLayout]) -> None:
+    for layout in layouts:
+        handle = transport.offer(offering.request_id, offering.source, pages, layout, offering.lease_s)
+        offering.handles.append(handle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -31,10 +32,12 @@ from jdserve.runtime.stage import Load, Stage
 from jdserve.runtime.state import Admission
 from jdserve.runtime.steps import StepInputs, StepOutputs
 from jdserve.sharding.rules import ShardingRules, instance_mesh
-from jdserve.transfer.base import KVCopy, Landed, Shards, Take
+from jdserve.transfer.base import KVCopy, Landed, Take
 from jdserve.transfer.layout import KVLayout
 from jdserve.transfer.pieces import assemble, flat_devices, flat_shapes, pieces_here
 from jdserve.transfer.reshard import plan_pieces
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -265,13 +268,13 @@ class Part:
         wanted = pages.tolist()
 
         def read(index: int, stage: Stage) -> None:
-            def of_stage(shards: Shards) -> None:
-                take(index, shards, wanted)
-
-            stage.read(of_stage)
+            stage.read(lambda shards: take(index, shards, wanted))
 
         def check(done: Future[None]) -> None:
-            if done.cancelled() or done.exception() is not None:
+            if done.cancelled():
+                failed()
+            elif (error := done.exception()) is not None:
+                logger.error("KV could not be read out of the pool", exc_info=error)
                 failed()
 
         for index, stage, driver in self._each():

@@ -12,7 +12,6 @@ Both processes need one user and one process namespace.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import secrets
 import sys
@@ -34,8 +33,6 @@ from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land
 from jdserve.transfer.pieces import flat_devices, flat_shapes
 from jdserve.transfer.reshard import Piece, plan_pieces
 from jdserve.transfer.segments import Mappings, Reading, Segment, SegmentPool, State, place
-
-logger = logging.getLogger(__name__)
 
 KEEP_BYTES = 1 << 30
 """Free shared memory that a producer keeps for its next offers."""

@@ -106,7 +106,7 @@ def test_each_transport_gets_a_copy_of_its_own(plan: Plan, model: Any, links: Li
     assert [(handle.transport, handle.destination.tp) for handle in offering.handles] == [("shm", 1), ("shm", 2)]
     assert [one.gathered for one in leaving] == [1, 0, 1]
     assert not made["local"].offered
-    links.complete(offering, "r", "p0", 1.0)
+    links.complete(offering)
     handles = offering.handles
     assert [(handle.transport, handle.destination.tp) for handle in handles[2:]] == [("local", 1), ("pull", 1)]
     assert made["shm"].offered == [leaving[1]] * 2
@@ -141,7 +141,7 @@ def test_an_offer_that_fails_takes_back_those_before_it(links: Links, made: Made
 def test_in_one_process_it_is_always_local(plan: Plan, model: Any) -> None:
     links = Links(plan, model.spec, Fake, local_route)  # type: ignore[arg-type]
     offering = links.begin("r", "p0", Pages, 1.0)  # type: ignore[arg-type]
-    links.complete(offering, "r", "p0", 1.0)
+    links.complete(offering)
     assert {handle.transport for handle in offering.handles} == {"local"}
 
 
