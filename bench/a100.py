@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from conclusion import BenchFailed
 
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, HostedStage, Instance, Plan, PrefillInstance, Worker
 from jdserve.core.request import SLO
@@ -55,10 +56,6 @@ FAMILIES: dict[Family, str] = {
 
 FOUR_DEVICES = ("distserve-400-4", "distserve-800-8")
 """Unaligned runs whose rates are multiples of four devices: decode PP2. All others had three."""
-
-
-class BenchFailed(Exception):
-    """There is nothing to report figures of."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from conclusion import HOLDS, BenchFailed, conclude, save, show_checks
 from figures import Figures, Run, table
 from machine import describe, peak_memory, reset_peak_memory
 from rich.console import Console
@@ -76,12 +76,7 @@ FULL = Work(32, {1: 7, 8: 5, 32: 3})
 QUICK = Work(16, {1: 3, 8: 1, 32: 1})
 
 
-HOLDS = "holds"
 NOT_CHECKED = "not checked: there is no transformers to compare with"
-
-
-class BenchFailed(Exception):
-    """There is nothing to report figures of."""
 
 
 class Ours:
@@ -311,8 +306,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         theirs = sides["transformers"]
         skipped = isinstance(theirs, str)
         console.print(table(title, sides["jdserve"], None if skipped else theirs, theirs if skipped else ""))
-    for name, said in report["checks"].items():
-        console.print(f"{name}: {said}", highlight=False)
+    show_checks(report["checks"], console)
 
 
 def main() -> int:
@@ -333,15 +327,9 @@ def main() -> int:
     except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS)
     show(report, Console())
-    print(msgspec.json.encode(report).decode())
-    broken = [name for name, said in report["checks"].items() if said not in (HOLDS, NOT_CHECKED)]
-    if options.check and broken:
-        print(f"does not hold: {', '.join(broken)}", file=sys.stderr)
-        return 1
-    return 0
+    return conclude(report, options.check, (HOLDS, NOT_CHECKED))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from a100 import COPY_TOKEN_S, NO_LIMIT, PAGE, BenchFailed, Copies, plan_of, vllm_instance
+from a100 import COPY_TOKEN_S, NO_LIMIT, PAGE, Copies, plan_of, vllm_instance
+from conclusion import BenchFailed
 
 from jdserve.core.plan import DecodeInstance, Plan, PrefillInstance
 from jdserve.core.request import SLO

@@ -26,13 +26,13 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from a100 import COPY_TOKEN_S, DATA, NO_LIMIT, BenchFailed, Copies, percentiles
+from a100 import COPY_TOKEN_S, DATA, NO_LIMIT, Copies, percentiles
+from conclusion import HOLDS, BenchFailed, conclude, save, show_checks
 from machine import describe
 from paper import APPS, SEEDS, App, Trial, Unit, best, facts, lengths, one_device, units
 from rich.console import Console
 from rich.table import Table
 
-from jdserve.core import jsonio
 from jdserve.core.errors import JdserveError
 from jdserve.core.request import SLO
 from jdserve.cost import queueing
@@ -54,7 +54,6 @@ PICTURES = HERE / "results" / "paper"
 
 CLUSTER = HERE.parent / "plans" / "clusters" / "a100x32-25g.json"
 
-HOLDS = "holds"
 
 FIG11_RATE = 20.0
 """Requests per second that the plans of Fig 11 carry."""
@@ -369,8 +368,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     for name in ("fig11", "fig12", "table2"):
         console.print(name, msgspec.json.encode({k: v for k, v in report[name].items() if k != "theirs"}).decode())
-    for name, said in report["checks"].items():
-        console.print(f"{name}: {said}", highlight=False)
+    show_checks(report["checks"], console)
 
 
 def main() -> int:
@@ -394,14 +392,9 @@ def main() -> int:
     except ImportError as error:
         print(f"{error}: pip install 'jdserve[bench]'", file=sys.stderr)
         return 1
-    RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS)
     show(report, console)
-    print(msgspec.json.encode(report).decode())
-    broken = [name for name, said in report["checks"].items() if said != HOLDS]
-    if options.check and broken:
-        print(f"does not hold: {', '.join(broken)}", file=sys.stderr)
-        return 1
-    return 0
+    return conclude(report, options.check)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from a100 import DATA, BenchFailed, Run, load, plan_of
+from a100 import DATA, Run, load, plan_of
+from conclusion import HOLDS, BenchFailed, conclude, save
 from machine import describe
 from rich.console import Console
 from rich.table import Table
 
-from jdserve.core import jsonio
 from jdserve.core.errors import JdserveError
 from jdserve.core.plan import DecodeInstance, Plan, PrefillInstance
 from jdserve.core.request import SLO
@@ -373,7 +373,7 @@ def large(model: str, affinity: Any, slo: SLO, checkpoint_tokens: Any) -> Large:
 
 
 def verdicts(runs: Sequence[Compared], searches: Sequence[Searched], larges: Sequence[Large]) -> dict[str, str]:
-    """What is asked of the figures; "holds", or what does not."""
+    """What is asked of the figures: ``HOLDS``, or what does not."""
     fits = [run for run in runs if run.most_tokens <= STEP_TOKENS and "c21d11" in run.name]
     checks = {
         "ttft": [run.name for run in runs if run.ttft_ms > 1e-3],
@@ -387,7 +387,7 @@ def verdicts(runs: Sequence[Compared], searches: Sequence[Searched], larges: Seq
         "search_answer": [one.name for one in searches if one.best != one.their_best or one.rate != one.their_rate],
         "large": [f"{one.model} {one.affinity}: {one.wall_s:.0f} s" for one in larges if one.wall_s > LARGE_S],
     }
-    return {name: "; ".join(broken) or "holds" for name, broken in checks.items()}
+    return {name: "; ".join(broken) or HOLDS for name, broken in checks.items()}
 
 
 def show(
@@ -456,14 +456,9 @@ def main() -> int:
         "large": [asdict(one) for one in larges],
         "checks": checks,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS)
     show(runs, searches, larges, checks)
-    print(msgspec.json.encode(report).decode())
-    if options.check and any(said != "holds" for said in checks.values()):
-        print("does not hold: " + ", ".join(name for name, said in checks.items() if said != "holds"), file=sys.stderr)
-        return 1
-    return 0
+    return conclude(report, options.check)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ from typing import Any
 import handoff
 import msgspec
 import numpy as np
+from conclusion import HOLDS, BenchFailed, conclude, save, show_checks
 from machine import describe
 from rich.console import Console
 from rich.table import Table
 from servers import ServerFailed
 
-from jdserve.core import jsonio
 from jdserve.runtime.processes import allocator
 from jdserve.transfer.layout import KVHandle, KVLayout
 
@@ -61,8 +61,6 @@ BOUNDS = {"local": 0.9, "shm": 0.6, "pull": 0.9}
 """Least ratio to the reference, from ``BOUND_MIB`` on: below, what counts is how soon a thread wakes up."""
 
 BOUND_MIB = 16
-
-HOLDS = "holds"
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,6 @@ class Work:
 
 FULL = Work({1: 51, 16: 51, 128: 15}, {"shm": 60, "pull": 60})
 QUICK = Work({1: 15, 16: 9, 128: 5}, {"shm": 10})
-
-
-class BenchFailed(Exception):
-    """There is nothing to report figures of."""
 
 
 def model(mib: int) -> tuple[np.ndarray, np.ndarray]:
@@ -436,8 +430,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         keys = ("idle_p50_ms", "idle_p95_ms", "loaded_p50_ms", "loaded_p95_ms", "decode_step_ms")
         table.add_row(kind, *(f"{one[key]:.1f}" for key in keys))
     console.print(table)
-    for name, said in report["checks"].items():
-        console.print(f"{name}: {said}", highlight=False)
+    show_checks(report["checks"], console)
 
 
 def main() -> int:
@@ -450,16 +443,10 @@ def main() -> int:
     except (BenchFailed, ServerFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    RESULTS.parent.mkdir(exist_ok=True)
     if not options.quick:
-        RESULTS.write_bytes(jsonio.encode(report))
+        save(report, RESULTS)
     show(report, Console())
-    print(msgspec.json.encode(report).decode())
-    broken = [name for name, said in report["checks"].items() if said != HOLDS]
-    if options.check and broken:
-        print(f"does not hold: {', '.join(broken)}", file=sys.stderr)
-        return 1
-    return 0
+    return conclude(report, options.check)
 
 
 if __name__ == "__main__":

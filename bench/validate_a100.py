@@ -31,12 +31,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from a100 import DATA, FAMILIES, BenchFailed, Family, Latency, Run, Times, load, percentiles, replay
+from a100 import DATA, FAMILIES, Family, Latency, Run, Times, load, percentiles, replay
+from conclusion import HOLDS, BenchFailed, conclude, save, show_checks
 from machine import describe
 from rich.console import Console
 from rich.table import Table
 
-from jdserve.core import jsonio
 from jdserve.core.errors import JdserveError
 from jdserve.core.request import SLO
 from jdserve.cost.a100 import REFERENCE, Overhead
@@ -45,7 +45,6 @@ RESULTS = Path(__file__).parent / "results" / "validate_a100.json"
 
 TIGHT, LOOSE = SLO(ttft_s=0.2, tpot_s=0.1), SLO(ttft_s=0.25, tpot_s=0.1)
 
-HOLDS = "holds"
 
 DECILES = tuple(range(10, 100, 10))
 
@@ -308,8 +307,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             ),
         )
     console.print(table)
-    for name, said in report["checks"].items():
-        console.print(f"{name}: {said}", highlight=False)
+    show_checks(report["checks"], console)
 
 
 def main() -> int:
@@ -326,15 +324,9 @@ def main() -> int:
     except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS)
     show(report, console)
-    print(msgspec.json.encode(report).decode())
-    broken = [name for name, said in report["checks"].items() if said != HOLDS]
-    if options.check and broken:
-        print(f"does not hold: {', '.join(broken)}", file=sys.stderr)
-        return 1
-    return 0
+    return conclude(report, options.check)
 
 
 if __name__ == "__main__":
