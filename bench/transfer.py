@@ -8,7 +8,8 @@
 - ``bare``: ``device_put`` of keys and values to another device of the process, and a donated scatter into a pool
 - ``local``: offer, pull, assemble and the same scatter
 - ``socket``: plain TCP over loopback between two processes, into a buffer whose pages are there already
-- ``shm``, ``pull``, ``device_put``: from the offer in one process until the pieces have landed in the other
+- ``shm``, ``device_put``: from the offer in one process until the pieces have landed in the other
+- ``pull``: the same, without the pass that copies the pieces out of the pool: the socket's data are in order too
 
 *Hand-off*: a request's KV through the real server, see ``handoff.py``.
 
@@ -27,7 +28,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
@@ -96,6 +97,7 @@ class Finished:
         self.stage = stage
         self.pages: int = stage[0].shape[1]
         self._reader = reader
+        self.reading: Future[None] | None = None
 
     def copy(self) -> Any:
         """As a :class:`~jdserve.transfer.base.KVCopy`."""
@@ -105,8 +107,8 @@ class Finished:
 
     def read(self, take: Callable[..., None], failed: Callable[[], None]) -> None:
         """As a stage does."""
-        reading = self._reader.submit(self._read, take)
-        reading.add_done_callback(lambda done: failed() if done.exception() else None)
+        self.reading = self._reader.submit(self._read, take)
+        self.reading.add_done_callback(lambda done: failed() if done.exception() else None)
 
     def _read(self, take: Callable[..., None]) -> None:
         from jdserve.ops.pages import host_memory
@@ -209,7 +211,11 @@ def producer(consumer: Connection, stream: socket.socket, world: tuple[str, str,
         if kind in ends:
             copy = source.copy(mib)
             started = time.monotonic()
-            return started, msgspec.msgpack.encode(ends[kind].offer("r", "p0", copy, LAYOUT, WAIT_S))
+            handle = ends[kind].offer("r", "p0", copy, LAYOUT, WAIT_S)
+            if kind == "pull":
+                copy.reading.result()
+                started = time.monotonic()
+            return started, msgspec.msgpack.encode(handle)
         started = time.monotonic()
         if kind == "memcpy":
             np.copyto(other, filled)

@@ -11,14 +11,11 @@ restarts all its workers together.
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -34,9 +31,8 @@ from jdserve.runtime.steps import StepInputs, StepOutputs
 from jdserve.runtime.team import Team
 from jdserve.transfer.base import KVPages, Landed, Take, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
-from jdserve.transfer.pieces import flat_shapes
+from jdserve.transfer.offers import make_handle
 from jdserve.transfer.pull import PullTransport, make_parts
-from jdserve.transfer.reshard import plan_pieces
 
 CHECK_S = 30.0
 """Longest wait for a follower to say whether its part is intact: a step may be in flight."""
@@ -143,19 +139,15 @@ class TeamTransport:
             RuntimeError: a process of the instance is lost.
         """
         copy = pages.copy()
-        shapes = flat_shapes(plan_pieces(copy.layout, destination), destination, copy.pages)
-        addresses = [self._pull.address, *self._team.kv[1:]]
-        handle = KVHandle(
-            id=secrets.randbits(64),
-            request_id=request_id,
-            source=source,
-            layout=copy.layout,
-            destination=destination,
-            pages=copy.pages,
-            bytes=sum(math.prod(shape) for shape in shapes) * jnp.dtype(destination.dtype).itemsize,
-            deadline=self._clock() + int(lease_s * 1e9),
-            transport=self.kind,
-            parts=make_parts(copy.layout, destination, addresses),
+        handle = make_handle(
+            self.kind,
+            request_id,
+            source,
+            copy.layout,
+            destination,
+            copy.pages,
+            self._clock() + int(lease_s * 1e9),
+            parts=make_parts(copy.layout, destination, [self._pull.address, *self._team.kv[1:]]),
         )
         self._team.tell(lockstep.Offer(copy.id, handle, lease_s))
         self._pull.keep(handle, copy, process=0)

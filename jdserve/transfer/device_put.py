@@ -34,7 +34,17 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jdserve.compat import Device
 from jdserve.transfer.base import KVPages, Landed, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
-from jdserve.transfer.offers import Offers, Wait, are_ready, check_handle, check_host, gone, land, make_handle
+from jdserve.transfer.offers import (
+    Offers,
+    Wait,
+    are_ready,
+    check_handle,
+    check_host,
+    checksums_of,
+    gone,
+    land,
+    make_handle,
+)
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes
 from jdserve.transfer.reshard import plan_pieces
 
@@ -136,12 +146,12 @@ class DevicePutTransport:
             self.kind,
             request_id,
             source,
-            copy,
+            copy.layout,
             destination,
-            pieces,
+            copy.pages,
             self._offers.deadline(lease_s),
             address=self._address,
-            with_checksums=self._checksums,
+            checksums=checksums_of(pieces) if self._checksums else (),
         )
         self._offers.add(handle, flat(pieces))
         return handle

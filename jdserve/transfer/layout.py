@@ -77,7 +77,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process of the source offers to one process of the destination, where either instance spans several.
+    """What one stage in one process of the source offers to one process of the destination.
 
     Attributes:
         id: 64 random bits.
@@ -105,7 +105,7 @@ class KVHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transport: that offers it, and that it must be pulled by.
         address: where the other end finds the source's; its form is the transport's own.
         checksums: CRC-32 of each piece, keys then values; empty unless the source was told to compute them.
-        parts: cover all pieces; empty where both instances are in one process each, so that there is one part.
+        parts: cover all pieces; empty where there is only one, under the id of the handle.
     """
 
     id: int

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.transfer.base import KVPages, Landed, never
 from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
-from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land, make_handle
+from jdserve.transfer.offers import Offers, Wait, check_handle, checksums_of, gone, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices
 from jdserve.transfer.reshard import plan_pieces
 
@@ -41,9 +41,15 @@ class LocalTransport:
         self.expire()
         copy = pages.copy()
         pieces = cut(copy, plan_pieces(copy.layout, destination))
-        deadline = self._offers.deadline(lease_s)
         handle = make_handle(
-            self.kind, request_id, source, copy, destination, pieces, deadline, with_checksums=self._checksums
+            self.kind,
+            request_id,
+            source,
+            copy.layout,
+            destination,
+            copy.pages,
+            self._offers.deadline(lease_s),
+            checksums=checksums_of(pieces) if self._checksums else (),
         )
         self._offers.add(handle, flat(pieces))
         return handle

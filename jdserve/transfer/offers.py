@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import secrets
 import threading
 import time
@@ -16,8 +17,10 @@ import numpy as np
 from jax import Array
 
 from jdserve.core.errors import TransferError
-from jdserve.transfer.base import KVCopy, Landed, nothing
-from jdserve.transfer.layout import KVHandle, KVLayout, TransportKind
+from jdserve.transfer.base import Landed, nothing
+from jdserve.transfer.layout import KV_DTYPE_BYTES, KVHandle, KVLayout, KVPart, TransportKind
+from jdserve.transfer.pieces import flat_shapes
+from jdserve.transfer.reshard import plan_pieces
 
 FIRST_POLL_S = 50e-6
 LAST_POLL_S = 1e-3
@@ -86,28 +89,40 @@ def make_handle(
     kind: TransportKind,
     request_id: str,
     source: str,
-    copy: KVCopy,
+    layout: KVLayout,
     destination: KVLayout,
-    pieces: Seq[tuple[Array, Array]],
+    pages: int,
     deadline: int,
     *,
     address: str = "",
-    with_checksums: bool = False,
+    parts: tuple[KVPart, ...] = (),
+    checksums: tuple[int, ...] = (),
 ) -> KVHandle:
-    """A handle with a fresh id for pieces that were cut out of ``copy``. Waits for them to compute checksums."""
+    """A handle with a fresh id; see there for the fields.
+
+    Raises:
+        TransferError: the layouts do not fit.
+    """
+    shapes = flat_shapes(plan_pieces(layout, destination), destination, pages)
     return KVHandle(
         id=secrets.randbits(64),
         request_id=request_id,
         source=source,
-        layout=copy.layout,
+        layout=layout,
         destination=destination,
-        pages=copy.pages,
-        bytes=sum(keys.nbytes + values.nbytes for keys, values in pieces),
+        pages=pages,
+        bytes=sum(math.prod(shape) for shape in shapes) * KV_DTYPE_BYTES[destination.dtype],
         deadline=deadline,
         transport=kind,
         address=address,
-        checksums=tuple(_checksum(pair) for pair in pieces) if with_checksums else (),
+        checksums=checksums,
+        parts=parts,
     )
+
+
+def checksums_of(pieces: Seq[tuple[Array, Array]]) -> tuple[int, ...]:
+    """CRC-32 of each piece, keys then values; waits for them."""
+    return tuple(zlib.crc32(raw(values).data, zlib.crc32(raw(keys).data)) for keys, values in pieces)
 
 
 def check_handle(kind: TransportKind, handle: KVHandle, layout: KVLayout) -> None:
@@ -182,8 +197,9 @@ def land(handle: KVHandle, arrays: Seq[Array], wait: Wait, done: Callable[[], No
     except jax.errors.JaxRuntimeError as error:
         raise TransferError(f"request {handle.request_id}: KV of {handle.source} was lost: {error}") from error
     pieces = list(zip(arrays[::2], arrays[1::2], strict=True))
-    for index, (pair, sent) in enumerate(zip(pieces, handle.checksums, strict=bool(handle.checksums))):
-        if _checksum(pair) != sent:
+    found = checksums_of(pieces) if handle.checksums else ()
+    for index, (ours, sent) in enumerate(zip(found, handle.checksums, strict=True)):
+        if ours != sent:
             raise TransferError(
                 f"request {handle.request_id}: piece {index} of {len(pieces)} from {handle.source} changed on its way"
             )
@@ -193,11 +209,6 @@ def land(handle: KVHandle, arrays: Seq[Array], wait: Wait, done: Callable[[], No
 def raw(array: Array) -> np.ndarray:
     """The bytes of an array on one device, without a copy where that is the host's memory; waits until it is ready."""
     return np.asarray(array).reshape(-1).view(np.uint8)
-
-
-def _checksum(pair: tuple[Array, Array]) -> int:
-    keys, values = pair
-    return zlib.crc32(raw(values).data, zlib.crc32(raw(keys).data))
 
 
 def check_host(host: str) -> None:

@@ -12,6 +12,7 @@ a pull that comes before its offer waits for it.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import socket
 import threading
@@ -24,17 +25,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 from jax import Array
 from jax.experimental import transfer
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.compat import Device
 from jdserve.core.errors import TransferError
-from jdserve.transfer.base import KVCopy, KVPages, Landed, never
+from jdserve.transfer.base import KVCopy, KVPages, Landed, Shards, never
 from jdserve.transfer.layout import KVHandle, KVLayout, KVPart, TransportKind
-from jdserve.transfer.offers import Offers, Wait, check_handle, check_host, land, make_handle
+from jdserve.transfer.offers import Offers, Wait, check_handle, check_host, checksums_of, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes, pieces_here
-from jdserve.transfer.reshard import plan_pieces, process_pairs
+from jdserve.transfer.reading import aligned, read_piece
+from jdserve.transfer.reshard import Piece, plan_pieces, shipments
 
 PARALLEL_COPIES = 4
 COPY_BYTES = 2 << 20
@@ -62,7 +65,6 @@ class PullTransport:
     """
 
     kind: TransportKind = "pull"
-    reads = False
 
     def __init__(
         self,
@@ -73,7 +75,10 @@ class PullTransport:
         checksums: bool = False,
     ) -> None:
         check_host(host)
+        self._device = device
         self._checksums = checksums
+        # Checksums travel with the handle, so they are computed before there is one.
+        self.reads = device.platform == "cpu" and not checksums
         # One address per stream of data; with none at all, the source of the first pull would abort.
         self._server: Any = transfer.start_transfer_server(
             device.client,
@@ -86,31 +91,38 @@ class PullTransport:
         self._lock = threading.Lock()
         self._connections: dict[str, Any] = {}
         self._holders: Counter[int] = Counter()
-        self._offers: Offers[list[Array]] = Offers(clock, self._end)
+        self._offers: Offers[Callable[[], None]] = Offers(clock, lambda end: end())
 
     def offer(self, request_id: str, source: str, pages: KVPages, destination: KVLayout, lease_s: float) -> KVHandle:
-        """Cut the pieces that ``destination`` wants out of the copy and have the server wait for their pull.
+        """Have the server wait for the pull of the pieces that ``destination`` wants.
+
+        They are cut out of the copy, or read out of the pools: a stage's as soon as it has computed.
 
         Raises:
             TransferError: the layouts do not fit.
         """
         self.expire()
-        copy = pages.copy()
-        pieces = cut(copy, plan_pieces(copy.layout, destination))
+        pieces = plan_pieces(pages.layout, destination)
+        parts = make_parts(pages.layout, destination, [self.address])
+        copied = None if self.reads else cut(pages.copy(), pieces)
         handle = make_handle(
             self.kind,
             request_id,
             source,
-            copy,
+            pages.layout,
             destination,
-            pieces,
+            pages.pages,
             self._offers.deadline(lease_s),
             address=self.address,
-            with_checksums=self._checksums,
+            parts=parts if len(parts) > 1 or destination.processes else (),
+            checksums=checksums_of(copied) if copied and self._checksums else (),
         )
-        if destination.processes:
-            handle = msgspec.structs.replace(handle, parts=make_parts(copy.layout, destination, [self.address]))
-        self._keep(handle, dict(enumerate(pieces)))
+        if copied is not None:
+            self._keep(handle, dict(enumerate(copied)))
+            return handle
+        leaving = _Leaving(handle, pieces, self._device, self._server.await_pull)
+        self._offers.add(handle, leaving.end)
+        pages.read(leaving.take, leaving.end)
         return handle
 
     def keep(self, handle: KVHandle, copy: KVCopy, process: int) -> None:
@@ -131,7 +143,7 @@ class PullTransport:
         with self._lock:
             # A piece that is a whole shard is in every offer of the copy that wants it whole.
             self._holders.update({id(array) for array in arrays})
-        self._offers.add(handle, arrays)
+        self._offers.add(handle, functools.partial(self._end, arrays))
         for part in _parts(handle, len(pieces)):
             if part.pieces[0] in pieces:
                 self._server.await_pull(part.id, flat([pieces[index] for index in part.pieces]))
@@ -234,6 +246,61 @@ class PullTransport:
                 array.delete()
 
 
+class _Leaving:
+    """Pieces of one offer that are read out of the pools: those of a stage go to the server as soon as it has computed.
+
+    Attributes:
+        sent: arrays that the server has.
+
+    Args:
+        handle: of the offer.
+        pieces: all of them.
+        device: that the arrays are on.
+        send: has the server wait for the pull of a part.
+    """
+
+    def __init__(
+        self, handle: KVHandle, pieces: Seq[Piece], device: Device, send: Callable[[int, list[Array]], None]
+    ) -> None:
+        self._handle = handle
+        self._pieces = pieces
+        self._device = device
+        self._send = send
+        self._lock = threading.Lock()
+        self._waiting = list(_parts(handle, len(pieces)))
+        self.sent: list[Array] = []
+        self._over = False
+
+    def take(self, stage: int, shards: Shards, pages: Seq[int]) -> None:
+        """Send the pieces of one stage; see :data:`~jdserve.transfer.base.Take`."""
+        for part in [part for part in self._waiting if self._pieces[part.pieces[0]].source[0] == stage]:
+            memory = self._memory(part)
+            for index, *into in zip(part.pieces, memory[::2], memory[1::2], strict=True):
+                read_piece(self._pieces[index], shards, pages, into, lambda: self._over)
+            with self._lock:
+                if part in self._waiting:
+                    self._waiting.remove(part)
+                    arrays = jax.device_put(memory, self._device)
+                    self._send(part.id, arrays)
+                    self.sent += arrays
+
+    def end(self) -> None:
+        """The offer is over, or a stage cannot give its pieces: whoever pulls what has not been sent gets an error."""
+        with self._lock:
+            self._over = True
+            waiting, self._waiting = self._waiting, []
+            for part in waiting:
+                self._send(part.id, [])
+            for array in self.sent:
+                array.delete()
+
+    def _memory(self, part: KVPart) -> list[np.ndarray]:
+        shapes = flat_shapes(
+            [self._pieces[index] for index in part.pieces], self._handle.destination, self._handle.pages
+        )
+        return [aligned(shape, jnp.dtype(self._handle.destination.dtype)) for shape in shapes]
+
+
 def make_parts(source: KVLayout, destination: KVLayout, addresses: Seq[str]) -> tuple[KVPart, ...]:
     """The parts of an offer, with fresh ids; ``addresses`` are those of the source's processes.
 
@@ -242,7 +309,7 @@ def make_parts(source: KVLayout, destination: KVLayout, addresses: Seq[str]) -> 
     """
     return tuple(
         KVPart(secrets.randbits(64), addresses[process], pieces)
-        for (process, _), pieces in process_pairs(source, destination).items()
+        for (process, _, _), pieces in shipments(source, destination).items()
     )
 
 

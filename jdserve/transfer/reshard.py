@@ -91,17 +91,17 @@ def plan_pieces(source: KVLayout, destination: KVLayout) -> tuple[Piece, ...]:
     return tuple(sorted(pieces, key=lambda piece: (piece.destination, piece.layer, piece.head)))
 
 
-def process_pairs(source: KVLayout, destination: KVLayout) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Indices of the pieces that move from each process of the source to each process of the destination.
+def shipments(source: KVLayout, destination: KVLayout) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """Indices of the pieces that leave together: by process and stage of the source, and process of the destination.
 
     Raises:
         TransferError: as :func:`plan_pieces`.
     """
-    pairs: dict[tuple[int, int], tuple[int, ...]] = {}
+    together: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for index, piece in enumerate(plan_pieces(source, destination)):
-        pair = (source.process(*piece.source), destination.process(*piece.destination))
-        pairs[pair] = (*pairs.get(pair, ()), index)
-    return pairs
+        key = (source.process(*piece.source), piece.source[0], destination.process(*piece.destination))
+        together[key] = (*together.get(key, ()), index)
+    return together
 
 
 def _overlap(first: range, second: range) -> range:

@@ -11,14 +11,11 @@ Both processes need one user and one process namespace.
 
 from __future__ import annotations
 
-import itertools
 import math
-import secrets
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import jax
@@ -29,8 +26,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.transfer.base import KVPages, Landed, Shards, never
 from jdserve.transfer.layout import KV_DTYPE_BYTES, KVHandle, KVLayout, TransportKind
-from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land
+from jdserve.transfer.offers import Offers, Wait, check_handle, gone, land, make_handle
 from jdserve.transfer.pieces import flat_devices, flat_shapes
+from jdserve.transfer.reading import pool_checksum, read_piece
 from jdserve.transfer.reshard import Piece, plan_pieces
 from jdserve.transfer.segments import Mappings, Reading, Segment, SegmentPool, State, place
 
@@ -70,22 +68,12 @@ class _Parked:
 
     def take(self, stage: int, shards: Shards, pages: Seq[int]) -> None:
         """Copy the pieces of one stage; see :data:`~jdserve.transfer.base.Take`."""
-        runs = list(_runs(pages))
         for index, (piece, *views) in enumerate(self._pieces):
             if piece.source[0] != stage:
                 continue
-            layers, heads = piece.source_layers, piece.source_heads
-            sum = 0
-            for array, view in zip(shards[piece.source[1]], views, strict=True):
-                part = array[layers.start : layers.stop, :, heads.start : heads.stop]
-                for at, page, count in runs:
-                    if self._over:
-                        break  # nobody wants it any more
-                    view[:, at : at + count] = part[:, page : page + count]
-                if self._sums is not None:
-                    sum = zlib.crc32(np.ascontiguousarray(part[:, list(pages)]).view(np.uint8).data, sum)
+            read_piece(piece, shards, pages, views, lambda: self._over)
             if self._sums is not None:
-                self._sums[index] = sum
+                self._sums[index] = pool_checksum(piece, shards, pages)
         self._stage_ended(State.READY)
 
     def failed(self) -> None:
@@ -152,16 +140,14 @@ class ShmTransport:
         segment = self.segments.take(end)
         memory = segment.memory()
         views = _views(memory, shapes, offsets, destination)
-        handle = KVHandle(
-            id=secrets.randbits(64),
-            request_id=request_id,
-            source=source,
-            layout=pages.layout,
-            destination=destination,
-            pages=pages.pages,
-            bytes=sum(view.nbytes for view in views),
-            deadline=self._offers.deadline(lease_s),
-            transport=self.kind,
+        handle = make_handle(
+            self.kind,
+            request_id,
+            source,
+            pages.layout,
+            destination,
+            pages.pages,
+            self._offers.deadline(lease_s),
             address=segment.address,
         )
         sums = self._sums(memory, offsets, len(pieces))
@@ -248,13 +234,6 @@ class ShmTransport:
     def offers(self) -> int:
         """Copies that wait for their pull or their release."""
         return len(self._offers)
-
-
-def _runs(pages: Seq[int]) -> Iterator[tuple[int, int, int]]:
-    """Where neighbouring pages begin, the first of them, and how many there are: one long copy beats many short."""
-    for _, run in itertools.groupby(enumerate(pages), lambda item: item[1] - item[0]):
-        (at, page), *more = run
-        yield at, page, 1 + len(more)
 
 
 def _views(memory: np.ndarray, shapes: Seq[tuple[int, ...]], offsets: Seq[int], layout: KVLayout) -> list[np.ndarray]:

@@ -372,6 +372,10 @@ def flip(ends, handle, copy):
         at = place([handle.bytes // 4] * 4)[0][3]
         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
         os.close(fd)
+    elif ends.kind == "pull" and ends.producer.reads:
+        sent = ends.producer._offers.find(handle.id).__self__.sent
+        eventually(lambda: sent)
+        ctypes.c_ubyte.from_address(sent[-1].unsafe_buffer_pointer()).value ^= 1
     else:
         values = copy.stages[0][1].addressable_shards[1].data
         ctypes.c_ubyte.from_address(values.unsafe_buffer_pointer()).value ^= 1
@@ -450,17 +454,56 @@ def test_early_stages_leave_while_later_ones_compute(make):
     ends.lands(handle)
 
 
-def test_a_stage_that_is_lost_takes_its_offer_with_it(make):
-    ends = make("shm")
+@pytest.mark.parametrize("kind", ["shm", "pull"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_stage_that_is_lost_takes_its_offer_with_it(make, kind, early):
+    ends = make(kind)
     pages = ByHand(layout(pp=2))
     handle = ends.offer(pages, layout())
+    if early:
+        pages.stage(0)
     pages.failed()
-    pages.stage(0)
-    with pytest.raises(TransferError, match="is gone"):
+    if not early:
+        pages.stage(0)
+    with pytest.raises(TransferError, match=r"is gone|was lost"):
         ends.pull(handle)
     ends.producer.release(handle)
-    assert (ends.producer.offers, ends.producer.segments.limbo) == (0, 0)
-    assert ends.producer.segments.free_bytes > 0
+    assert ends.producer.offers == 0
+    if kind == "shm" and not early:
+        assert ends.producer.segments.limbo == 0
+        assert ends.producer.segments.free_bytes > 0
+
+
+def test_a_pulled_stage_is_on_its_way_before_the_next_has_computed(make):
+    ends = make("pull")
+    pages = ByHand(layout(pp=2))
+    handle = ends.offer(pages, layout(pp=2))
+    alone = msgspec.structs.replace(handle, parts=handle.parts[:1])
+    assert len(handle.parts) == 2
+    with pytest.raises(TransferError, match="did not arrive"):
+        ends.pull(alone, timeout_s=0.1)
+    handle = ends.offer(pages, layout(pp=2))
+    alone = msgspec.structs.replace(handle, parts=handle.parts[:1])
+    pages.stage(0)
+    (keys, _), *more = ends.pull(alone).pieces
+    assert not more
+    assert np.array_equal(np.asarray(keys), np.asarray(pages._held.stages[0][0]), equal_nan=True)
+
+
+def test_a_pull_that_waits_when_its_offer_ends_gets_an_error_and_no_bits(make):
+    ends = make("pull")
+    pages = ByHand(layout())
+    handle = ends.offer(pages, layout())
+    with ThreadPoolExecutor(1) as threads:
+        waits = threading.Event()
+        pulling = threads.submit(ends.pull, handle, abandoned=lambda: bool(waits.set()))
+        assert waits.wait(WAIT_S)
+        ends.producer.release(handle)
+        with pytest.raises(TransferError, match="was lost"):
+            pulling.result(WAIT_S)
+    pages.stage(0)
+    with pytest.raises(TransferError, match=r"was lost|did not arrive"):
+        ends.pull(handle, timeout_s=0.2)
 
 
 def test_a_segment_is_not_reused_while_a_stage_still_writes(make):
