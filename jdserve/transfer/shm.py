@@ -11,6 +11,7 @@ Both processes need one user and one process namespace.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -134,7 +135,7 @@ class ShmTransport:
             TransferError: the layouts do not fit.
             OSError: the system gives no more memory files.
         """
-        self.expire()
+        self._settle()
         pieces = plan_pieces(pages.layout, destination)
         shapes, offsets, end = self._arrange(pieces, destination, pages.pages)
         segment = self.segments.take(end)
@@ -182,7 +183,7 @@ class ShmTransport:
                 source failed, the pieces were not there within ``timeout_s``, or nobody wants them.
         """
         wait = Wait(handle, timeout_s, abandoned)
-        self.expire()
+        self._settle()
         check_handle(self.kind, handle, layout)
         try:
             reading = Reading(handle.address)
@@ -191,7 +192,7 @@ class ShmTransport:
         try:
             return self._read(handle, layout, meshes, wait, reading)
         except BaseException:
-            reading.close()
+            self._end(reading)
             raise
 
     def _read(self, handle: KVHandle, layout: KVLayout, meshes: Seq[Mesh], wait: Wait, reading: Reading) -> Landed:
@@ -211,7 +212,12 @@ class ShmTransport:
         sums = self._sums(memory, offsets, len(pieces))
         if sums is not None:
             handle = msgspec.structs.replace(handle, checksums=tuple(sums.tolist()))
-        return land(handle, moved, wait, reading.close)
+        return land(handle, moved, wait, functools.partial(self._end, reading))
+
+    def _end(self, reading: Reading) -> None:
+        """Nothing is read any more. To look for dead producers takes as long as to copy a MiB: nobody waits here."""
+        reading.close()
+        self.mappings.sweep()
 
     def release(self, handle: KVHandle) -> None:
         """Drop the copy; unknown handles are ignored."""
@@ -220,9 +226,12 @@ class ShmTransport:
 
     def expire(self) -> None:
         """Free what offers hold whose lease has ended, and what nobody reads any more."""
+        self._settle()
+        self.mappings.sweep()
+
+    def _settle(self) -> None:
         self._offers.expire()
         self.segments.settle()
-        self.mappings.sweep()
 
     def close(self) -> None:
         """Free everything; what has landed elsewhere stays readable there."""
