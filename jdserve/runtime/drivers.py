@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,38 +85,83 @@ class Bubbles:
 
     A stage runs from the launch of a step's program until what the program gives is there.
 
-    Attributes:
-        seconds: so far.
-
     Args:
         stages: of the instance.
         clock: seconds.
     """
 
     def __init__(self, stages: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = 0.0
         self._stages = stages
         self._clock = clock
+        self._busy = self._awake = 0.0
         self._running = 0
         self._since = 0.0
         self._lock = threading.Lock()
 
+    @property
+    def busy(self) -> float:
+        """Seconds in which stages ran, summed over them."""
+        self.change(0)
+        return self._busy
+
+    @property
+    def awake(self) -> float:
+        """Seconds in which at least one stage ran."""
+        self.change(0)
+        return self._awake
+
+    @property
+    def seconds(self) -> float:
+        """The bubbles so far."""
+        self.change(0)
+        return self._stages * self._awake - self._busy
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """One stage runs."""
-        self._change(1)
+        self.change(1)
         try:
             yield
         finally:
-            self._change(-1)
+            self.change(-1)
 
-    def _change(self, by: int) -> None:
+    def change(self, by: int) -> None:
+        """So many stages more run from now on."""
         with self._lock:
             now = self._clock()
             if self._running:
-                self.seconds += (now - self._since) * (self._stages - self._running)
+                self._awake += now - self._since
+                self._busy += (now - self._since) * self._running
             self._running += by
             self._since = now
+
+
+class SpanningBubbles:
+    """The same for an instance that spans processes, of which each tells now and then how long its stages have run.
+
+    Here a stage idles while any launch is under way, so the way of activations between processes counts as a bubble.
+
+    Args:
+        stages: of the instance.
+        hosted: by process, how many of them it takes part in.
+        clock: seconds.
+    """
+
+    def __init__(self, stages: int, hosted: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.launches = Bubbles(1, clock)
+        self._hosted = hosted
+        self._share = stages / sum(hosted.values())
+        self._idle = dict.fromkeys(hosted, 0.0)
+
+    def hear(self, process: int, busy_s: float) -> None:
+        """The stages of ``process`` have run for so long until now."""
+        idle = self._hosted[process] * self.launches.awake - busy_s
+        self._idle[process] = max(idle, self._idle[process])  # the news are as old as their way was long
+
+    @property
+    def seconds(self) -> float:
+        """The bubbles until the last news; what a stage on several processes waits counts once."""
+        return self._share * sum(self._idle.values())
 
 
 class StageThread:

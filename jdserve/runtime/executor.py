@@ -135,6 +135,7 @@ class JaxExecutor:
         )
         self._meshes, self._programs = part.meshes, part.programs
         self._stages: Stages = part if team is None else SpanningStages(part, team)
+        self._warm_up_bubble_s = 0.0
         self._seqs: dict[str, AdmittedSeq] = {}
         self._slots = list(range(self._buckets.slots - 1, -1, -1))
 
@@ -148,7 +149,7 @@ class JaxExecutor:
         self._admit_row(Request("", (0,), SamplingParams(temperature=0.0)), (), self._buckets.slots)
         if not self.intact:
             raise RuntimeError("a program broke while warming up")
-        self._stages.bubbles.seconds = 0.0
+        self._warm_up_bubble_s = self._stages.bubble_s
         progress(1.0)
 
     @property
@@ -158,8 +159,8 @@ class JaxExecutor:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds of idle stages; 0 with a single one in this process."""
-        return self._stages.bubbles.seconds
+        """Seconds of idle stages; 0 with a single one."""
+        return self._stages.bubble_s - self._warm_up_bubble_s
 
     def close(self) -> None:
         """End the stage threads."""

@@ -22,6 +22,7 @@ from jdserve.models.checkpoint import LoadedModel
 from jdserve.runtime import lockstep
 from jdserve.runtime.buckets import buckets_for
 from jdserve.runtime.channel import Channel, Frames, Keys
+from jdserve.runtime.drivers import Bubbles
 from jdserve.runtime.hosts import address_of
 from jdserve.runtime.instance import PULLS_AT_A_TIME
 from jdserve.runtime.launch import keep_programs, loader, plan_devices
@@ -70,6 +71,7 @@ class Follower:
         self._channel = Channel.connect(world.steps, keys)
         self._told: queue.SimpleQueue[lockstep.ToFollower | BaseException] = queue.SimpleQueue()
         self._beaten = 0.0
+        self._bubbles = Bubbles(instance.pp)
         self._thread = threading.Thread(
             target=self._channel.run, args=(self._take, self._tick, TICK_S), name="leader", daemon=True
         )
@@ -86,6 +88,7 @@ class Follower:
             ShardingRules(),
             self._activations,
             self._told.put,
+            self._bubbles,
         )
         self._kv = None
         if not isinstance(instance, ColocatedInstance):
@@ -155,7 +158,7 @@ class Follower:
         now = time.monotonic()
         if now - self._beaten > BEAT_S:
             self._beaten = now
-            self._post(lockstep.Beat(self._rank))
+            self._post(lockstep.Beat(self._rank, self._bubbles.busy))
 
     def _do(self, message: lockstep.ToFollower) -> None:
         if not (isinstance(message, lockstep.Offer) and message.id == self._offered):

@@ -134,9 +134,10 @@ class End(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Sign of life of process ``rank``."""
+    """Sign of life of process ``rank``, whose stages have run for ``busy_s``, summed over them."""
 
     rank: int
+    busy_s: float
 
 
 class Here(_Message, frozen=True):

@@ -110,8 +110,8 @@ class InstanceStats(msgspec.Struct, frozen=True):
         steps: launched.
         prefilled_tokens: prompt tokens computed here.
         busy_s: seconds in steps.
-        bubble_s: seconds in which a pipeline stage had nothing to run while another one ran, summed over the stages of
-            the process that leads the instance.
+        bubble_s: seconds in which a pipeline stage had nothing to run while another one ran, summed over the stages;
+            while a launch was under way, where the instance spans processes.
         transfers, transfer_bytes, transfer_s: KV that landed here, and seconds from pull to landing, summed.
     """
 

@@ -7,6 +7,7 @@ part, and all parts are told the same work in the same order: see :mod:`jdserve.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -102,8 +103,8 @@ class Stages(Protocol):
         ...
 
     @property
-    def bubbles(self) -> Bubbles:
-        """Idle time of the stages in this process."""
+    def bubble_s(self) -> float:
+        """Idle time of the stages, warming up included."""
         ...
 
     def close(self) -> None:
@@ -150,6 +151,13 @@ class LeavingKV:
             self._stages.drop(self._gathered)
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """The outcome of a stage elsewhere, waited for by whoever asks."""
+
+    result: Callable[[], Array]
+
+
 class Part:
     """See the module, and :class:`Stages`.
 
@@ -170,6 +178,7 @@ class Part:
         rules: how logical axes lie on a mesh.
         activations: to and from other processes, where there are any.
         failed: told what broke a stage's program, where there are other processes that may wait for it.
+        bubbles: measure the stages here; made if not given.
     """
 
     def __init__(
@@ -184,6 +193,7 @@ class Part:
         rules: ShardingRules,
         activations: Activations | None = None,
         failed: Callable[[BaseException], None] | None = None,
+        bubbles: Bubbles | None = None,
     ) -> None:
         me = jax.process_index()
         self.meshes = [instance_mesh(list(stage)) for stage in devices]
@@ -198,7 +208,7 @@ class Part:
             if any(device.process_index == me for device in mesh.devices.flat)
         }
         self.programs = len(buckets.steps) * len(self.stages)
-        self.bubbles = Bubbles(len(self.stages))
+        self.bubbles = bubbles or Bubbles(len(self.stages))
         self.drivers: dict[int, Driver] = dict.fromkeys(self.stages, Inline())
         # Copying KV out of the pool must not keep the launcher thread from sending the first token.
         if instance.pp > 1 or isinstance(instance, PrefillInstance):
@@ -230,22 +240,26 @@ class Part:
                 outcome = driver.run(stage.run, shape, inputs, after=outcome)
                 continue
             before = outcome if index - 1 in self.stages else None
-            outcome = driver.run(self._cross, launch, index, shape, inputs, after=before)
+            arrival = _Arrival(functools.partial(self._arrive, launch, index, shape, before)) if index else None
+            outcome = driver.run(self._cross, launch, index, shape, inputs, after=arrival)
             if isinstance(outcome, Future):
                 outcome.add_done_callback(self._check)
         assert outcome is not None
         return outcome
 
-    def _cross(self, launch: int, index: int, shape: StepShape, inputs: StepInputs, before: Array | None = None) -> Any:
+    def _arrive(self, launch: int, index: int, shape: StepShape, before: Outcome[Array] | None) -> Array:
+        """Wait for what the stage before gave, which may be in another process."""
+        assert self._activations is not None
+        width, dtype = self._hidden
+        wanted = jax.ShapeDtypeStruct(
+            (shape.tokens + shape.seqs, width), dtype, sharding=self._rules.replicated(self.meshes[index])
+        )
+        given = self._activations.take(launch, index, None if before is None else before.result(), wanted)
+        return jax.block_until_ready(given)
+
+    def _cross(self, launch: int, index: int, shape: StepShape, inputs: StepInputs, given: Array | None = None) -> Any:
         """Run a stage whose neighbours may be in other processes."""
         assert self._activations is not None
-        given = None
-        if index:
-            width, dtype = self._hidden
-            wanted = jax.ShapeDtypeStruct(
-                (shape.tokens + shape.seqs, width), dtype, sharding=self._rules.replicated(self.meshes[index])
-            )
-            given = self._activations.take(launch, index, before, wanted)
         out = self.stages[index].run(shape, inputs, given)
         if index < self._last:
             self._activations.give(launch, index, out)
@@ -303,6 +317,11 @@ class Part:
             return all(check.result() for check in checks) and all(driver.sound for driver in self.drivers.values())
         except RuntimeError:
             return False
+
+    @property
+    def bubble_s(self) -> float:
+        """Idle time of the stages here."""
+        return self.bubbles.seconds
 
     def drain(self) -> None:
         """Wait for what was asked for: a neighbour may need it."""

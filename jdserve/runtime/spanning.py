@@ -12,8 +12,10 @@ restarts all its workers together.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +25,7 @@ from jax.sharding import Mesh
 from jdserve.core.errors import TransferError
 from jdserve.runtime import lockstep
 from jdserve.runtime.buckets import StepShape
-from jdserve.runtime.drivers import Bubbles
+from jdserve.runtime.drivers import SpanningBubbles
 from jdserve.runtime.part import Gathered, Part, Scores
 from jdserve.runtime.results import Outcome
 from jdserve.runtime.state import Admission
@@ -49,6 +51,10 @@ class SpanningStages:
     def __init__(self, part: Part, team: Team) -> None:
         self._part = part
         self._team = team
+        layout = part.layout
+        places = {(layout.process(stage, rank), stage) for stage in range(layout.pp) for rank in range(layout.tp)}
+        self._bubbles = SpanningBubbles(layout.pp, Counter(process for process, _ in places))
+        team.on_busy = self._bubbles.hear
 
     def compile(self, compiled: Callable[[], None]) -> None:
         """Compile the programs here, and wait until the others have compiled theirs."""
@@ -66,8 +72,12 @@ class SpanningStages:
         result = None if self._part.samples else self._team.result(id)
         chunk_tokens, chunks, decodes = (lockstep.pack(one) for one in inputs)
         self._team.tell(lockstep.Run(id, shape, (chunk_tokens, chunks, decodes), scores()))
+        self._bubbles.launches.change(1)
         here = self._part.run(shape, inputs)
-        return here if result is None else result
+        outcome = here if result is None else result
+        if isinstance(outcome, Future):
+            outcome.add_done_callback(lambda _: self._bubbles.launches.change(-1))
+        return outcome
 
     def gather(self, pages: np.ndarray) -> Gathered:
         """Copy pages out of all pools."""
@@ -100,9 +110,12 @@ class SpanningStages:
             return False
 
     @property
-    def bubbles(self) -> Bubbles:
-        """Idle time of the stages of this process."""
-        return self._part.bubbles
+    def bubble_s(self) -> float:
+        """Idle time of all stages."""
+        if self._part.layout.pp == 1:
+            return 0.0
+        self._bubbles.hear(0, self._part.bubbles.busy)
+        return self._bubbles.seconds
 
     def close(self) -> None:
         """Finish what the others were told too, and end."""

@@ -34,6 +34,7 @@ class Team:
     Attributes:
         activations: of this process; None where the instance has one stage.
         kv: where each process offers KV, by number; that of the leader is empty. Known once :meth:`meet` returns.
+        on_busy: told, on the channel's thread, for how many seconds the stages of a process have run.
 
     Args:
         world: of the instance; this process is rank 0.
@@ -54,6 +55,7 @@ class Team:
     ) -> None:
         self.activations = activations
         self.kv: Seq[str] = ()
+        self.on_busy: Callable[[int, float], None] = lambda rank, busy_s: None
         self._clock = clock
         self._heard = dict.fromkeys(range(1, world.size), clock())
         self._here: dict[int, lockstep.Here] = {}
@@ -180,8 +182,10 @@ class Team:
             self.lose(f"a message from a process of the instance was refused: {error}")
             return
         match message:
-            case lockstep.Beat(rank):
+            case lockstep.Beat(rank, busy_s):
                 self._hear(rank, identity)
+                if rank in self._heard:
+                    self.on_busy(rank, busy_s)
             case lockstep.Here(rank):
                 self._hear(rank, identity)
                 with self._changed:

@@ -16,7 +16,7 @@ from jdserve.models.checkpoint import LoadedModel
 from jdserve.models.load import Place, load_params
 from jdserve.policy.commands import Chunk, RunStep
 from jdserve.policy.record import replay
-from jdserve.runtime.drivers import Bubbles, StageThread
+from jdserve.runtime.drivers import Bubbles, SpanningBubbles, StageThread
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.executor import JaxExecutor
 from jdserve.runtime.launch import jax_executors, make_engine
@@ -293,3 +293,19 @@ def test_bubbles_are_the_idle_time_of_stages_beside_one_that_runs() -> None:
     now = 20.0  # all of them: no bubble, there is nothing to do
     with bubbles.running():
         assert bubbles.seconds == 2 * 2 + 3 * 1 + 1 * 2
+
+
+def test_bubbles_of_stages_in_other_processes_are_what_they_did_not_run_while_a_launch_was_under_way() -> None:
+    now = 0.0
+    bubbles = SpanningBubbles(2, {0: 1, 1: 1, 2: 1}, lambda: now)  # the second stage is on two processes
+    bubbles.launches.change(1)
+    now = 4.0
+    bubbles.hear(0, 3.0)  # 1 s idle
+    bubbles.hear(1, 2.0)  # 2 s idle
+    bubbles.hear(2, 2.0)
+    assert bubbles.seconds == pytest.approx((1 + 2 + 2) * 2 / 3)
+    bubbles.launches.change(-1)
+    now = 9.0  # nothing to do
+    for process, busy in enumerate((3.5, 2.0, 2.0)):  # the news of a step that ran until the end of the launch
+        bubbles.hear(process, busy)
+    assert bubbles.seconds == pytest.approx((1 + 2 + 2) * 2 / 3), "it only grows"

@@ -99,6 +99,9 @@ def test_colocated(model: LoadedModel, expected: dict[str, Answer], span: str) -
 
     async def body(engine: Engine) -> None:
         check(requests(), await ask(engine, requests()), expected)
+        (counts,) = engine.stats().instances
+        assert (counts.bubble_s > 0) == (plan.instances[0].pp > 1)
+        assert counts.bubble_s <= (plan.instances[0].pp - 1) * counts.busy_s * 1.05 + 1.0, "a launch is within a step"
 
     run(engine_for(model, plan), body)
 
