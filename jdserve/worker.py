@@ -15,6 +15,7 @@ import msgspec
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import Plan
 from jdserve.runtime.hosts import claim_devices, platform_here
+from jdserve.runtime.processes import allocator
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -72,4 +73,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    if settings := allocator(os.environ):  # of malloc, which reads them before Python starts
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})
     sys.exit(main())

@@ -115,6 +115,9 @@ def test_prefill_and_decode_on_two_hosts_and_a_slow_link(
         with process(inside(there, sys.executable, *join), environment, tmp_path / "d0.log") as worker:
             until(lambda: running.poll() is not None or "curl " in log.read_text(), "ready", 240)
             assert running.poll() is None, log.read_text() + (tmp_path / "d0.log").read_text()
+            assert b"glibc.malloc.hugetlb=1" in Path(f"/proc/{worker.pid}/environ").read_bytes(), (
+                "as local workers have"
+            )
             fast = ask()
             assert fast["texts"] == ask(server.url, None)["texts"]
             assert fast["numbers"]["jdserve:kv_transfers_total"] == 4
