@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from jdserve.core.plan import Plan
-from jdserve.cost.stepcost import NO_LIMIT, StepCost
+from jdserve.cost.stepcost import StepCost
 from jdserve.policy.build import router_for
 from jdserve.policy.commands import BriefStep, Command, Dispatch, Emit, Preempt, Pull, Reject, Release
 from jdserve.policy.events import (
@@ -35,8 +35,6 @@ from jdserve.sim.verdict import Verdict, Watch
 from jdserve.sim.workload import FS, Workload
 
 FS_PER_NS = 1_000_000
-
-END_OF_TIME = NO_LIMIT * FS
 
 
 class Loop:
@@ -67,7 +65,6 @@ class Loop:
         self._posted = 0
         self._now = 0
         self._ns = 0
-        self._next_arrival = workload.arrivals[0]
         self._ranks: list[int] = []  # of the events that have happened at this moment
         self._turn = 0
         self._events = 0
@@ -84,26 +81,25 @@ class Loop:
 
     def run(self) -> SimResult:
         """The whole run."""
-        arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
-        inbox = self._inbox
-        count, at = len(arrivals), 0
+        heap, inbox, watch, landing = self._heap, self._inbox, self._watch, self._landing
+        heappush(heap, (self._workload.arrivals[0], self._arriving, 0, None))
         while self._open and not (watch and watch.certain):
-            if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
-                self._at(arrivals[at], self._arriving)
-                at += 1
-                self._next_arrival = arrivals[at] if at < count else END_OF_TIME
-                self._arrive(at - 1)
+            now, rank, version, what = heappop(heap)
+            if rank < landing and version != what.version:
+                continue
+            self._turn += 1
+            if now == self._now:
+                self._ranks.append(rank)
             else:
-                end, rank, version, what = heappop(heap)
-                if rank < self._landing and version != what.version:
-                    continue
-                self._at(end, rank)
-                if rank < self._landing:
-                    self._step_done(what)
-                elif rank == self._landing:
-                    self._landed(*what)
-                else:
-                    self._expire(what)
+                self._now, self._ns, self._ranks = now, now // FS_PER_NS, [rank]
+            if rank < landing:
+                self._step_done(what)
+            elif rank == landing:
+                self._landed(*what)
+            elif what is None:
+                self._arrive(version)
+            else:
+                self._expire(what)
             while inbox:
                 site, event = inbox.popleft()
                 if site is None:
@@ -111,13 +107,12 @@ class Loop:
                 else:
                     self._ask(site, event)
             if watch:
-                watch.passed(self._now)
+                watch.passed(now)
         return self._result()
 
     def _result(self) -> SimResult:
         for site in self._sites.values():
-            if site.hidden > 0 or site.untold:
-                self._sync(site)
+            self._sync(site)
         return SimResult(
             arrivals=self._workload.arrivals,
             started=tuple(self._started),
@@ -148,18 +143,22 @@ class Loop:
 
     def _arrive(self, index: int) -> None:
         work = self._workload
+        if index + 1 < len(work.arrivals):
+            # the heap holds the next arrival only
+            heappush(self._heap, (work.arrivals[index + 1], self._arriving, index + 1, None))
         self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
 
     def _step_done(self, site: Site) -> None:
-        if site.hidden and not site.single:
-            other = self._heap[0] if self._heap else (END_OF_TIME, 0)
-            site.roll((other[0], other[1]), self._next_arrival)
+        hidden = site.hidden
+        if hidden and not site.single:
+            site.roll(*self._heap[0][:2]) if self._heap else site.roll()
             site.version += 1
             heappush(self._heap, (site.due(), site.index, site.version, site))
             return
-        if site.hidden:
-            site.jump(site.hidden)
-        self._tell(site)
+        if hidden:
+            site.jump(hidden, self._now)
+        if site.untold:
+            self._tell(site)
         site.hidden = UNKNOWN
         self._ask(site, StepDone(site.flights.popleft().step_id))
 
@@ -188,12 +187,12 @@ class Loop:
     def _ask_router(self, event: Event) -> None:
         self._events += 1
         for command in self._router.handle(event, self._ns):
-            if isinstance(command, Dispatch):
+            if type(command) is Dispatch:
                 self._dispatch(command.request_id, self._sites[command.instance], command.source)
-            elif isinstance(command, Release):
+            elif type(command) is Release:
                 assert command.instance is not None
                 self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
-            elif isinstance(command, Reject):
+            elif type(command) is Reject:
                 self._reject(int(command.request_id), command.reason)
             else:
                 raise AssertionError(command)
@@ -209,18 +208,20 @@ class Loop:
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
+        now = self._now
         if site.hidden > 0 or site.untold:
             self._sync(site)
         for command in site.machine.handle(event, self._ns):
-            if isinstance(command, BriefStep):
+            # asked by type: isinstance takes several times as long where the class of a message is another one
+            if type(command) is BriefStep:
                 if command.prompts:
                     self._prompts_start(command.prompts)
-                site.launch(command.step_id, command.work, self._now, self._turn)
-            elif isinstance(command, Emit):
+                site.launch(command.step_id, command.work, now, self._turn)
+            elif type(command) is Emit:
                 self._emit(site, command)
-            elif isinstance(command, Release):
+            elif type(command) is Release:
                 site.parked.pop(command.request_id, None)
-            elif isinstance(command, Pull):
+            elif type(command) is Pull:
                 self._pull(site, self._sites[command.source], command.request_id, command.tokens)
             else:
                 self._obey(site, command)
@@ -299,29 +300,23 @@ class Loop:
         site.version += 1
         heappush(self._heap, (site.due(), site.index, site.version, site))
 
-    def _at(self, now: int, rank: int) -> None:
-        """The next event happens."""
-        self._turn += 1
-        if now == self._now:
-            self._ranks.append(rank)
-            return
-        self._now, self._ranks = now, [rank]
-        self._ns = now // FS_PER_NS
-
     def _sync(self, site: Site) -> None:
         """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
-        # those that end just now have ended before what comes behind them in the order of a moment
-        since = len(self._ranks) - (self._turn - site.launched)
-        passed = max(self._ranks[max(since, 0) :], default=-1)
-        site.sync(self._now if site.index < passed else self._now - 1)
-        self._tell(site)
+        if site.single and site.hidden > 0 and site.flights[0].end <= self._now:
+            site.sync(self._now if self._is_past(site) else self._now - 1)
+        if site.untold:
+            self._tell(site)
+
+    def _is_past(self, site: Site) -> bool:
+        """Whether steps of ``site`` that end just now have ended before what happens in the order of this moment."""
+        since = self._turn - site.launched
+        return since > 0 and max(self._ranks[-since:]) > site.index
 
     def _tell(self, site: Site) -> None:
-        """Tell the machine of the steps that have ended without a decision."""
-        if site.untold and site.decoder:
-            site.decoder.advance(site.untold, self._ns)
-            self._events += site.untold
-            site.untold = 0
+        assert site.decoder is not None
+        site.decoder.advance(site.untold, self._ns)
+        self._events += site.untold
+        site.untold = 0
 
     def _post(self, at: int, rank: int, what: object) -> None:
         self._posted += 1
