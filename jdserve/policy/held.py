@@ -109,32 +109,37 @@ class Batch:
 
     def join(self, held: Held) -> None:
         """Take in a sequence that began to run after all members."""
-        sequence = held.sequence
+        sequence, id, steps = held.sequence, held.id, self.steps
+        computed = sequence.computed
         held.batch = self
-        held.joined = self.steps
-        self.members[held.id] = held
-        self.tokens += sequence.computed
-        held.end = (self.steps + sequence.max_new_tokens - sequence.generated, held.order, held)
-        heapq.heappush(self._ends, held.end)
-        phase = (self.steps - sequence.computed) % self.page_size
+        held.joined = steps
+        self.members[id] = held
+        self.tokens += computed
+        held.end = end = (steps + sequence.max_new_tokens - sequence.generated, held.order, held)
+        heapq.heappush(self._ends, end)
+        phase = (steps - computed) % self.page_size
         due = self._due.get(phase)
         if due is None:
-            due = self._due[phase] = {}
-        due[held.id] = held
+            self._due[phase] = {id: held}
+        else:
+            due[id] = held
 
     def leave(self, held: Held) -> None:
         """Let a member go, with its counts brought up to date."""
-        sequence, steps = held.sequence, self.steps - held.joined
-        sequence.computed += steps
+        sequence, id, size = held.sequence, held.id, self.page_size
+        steps = self.steps - held.joined
         sequence.generated += steps
+        sequence.computed = computed = sequence.computed + steps
         held.batch = held.end = None
-        del self.members[held.id]
-        self.tokens -= sequence.computed
+        del self.members[id]
+        self.tokens -= computed
         if isinstance(self._pool, PageCount):
             # every launched step had room for its token
             table = held.table
-            table.pages = range(max(len(table.pages), (sequence.computed - 1) // self.page_size + 1))
-        del self._due[(self.steps - sequence.computed) % self.page_size][held.id]
+            pages = (computed - 1) // size + 1
+            if pages > len(table.pages):
+                table.pages = range(pages)
+        del self._due[(self.steps - computed) % size][id]
 
     def step(self, count: int = 1) -> None:
         """Count ``count`` steps."""
@@ -154,9 +159,12 @@ class Batch:
     def left(self) -> int:
         """Steps until the first member has all its tokens; 1 where there is no member."""
         ends = self._ends
-        while ends and ends[0][2].end is not ends[0]:
+        while ends:
+            entry = ends[0]
+            if entry[2].end is entry:
+                return entry[0] - self.steps
             heapq.heappop(ends)
-        return ends[0][0] - self.steps if ends else 1
+        return 1
 
     def short(self) -> list[Held]:
         """Members that need a page before the next step can be launched."""
@@ -187,10 +195,10 @@ class Batch:
 
     def growth(self, steps: int) -> int:
         """Pages that the next ``steps`` steps after the one in flight take: in S steps one per member."""
-        full, rest = divmod(steps, self.page_size)
-        pages = full * len(self.members) if full else 0
-        for ahead in range(self.steps + 1, self.steps + rest + 1):
-            due = self._due.get(ahead % self.page_size)
+        size, now, get = self.page_size, self.steps + 1, self._due.get
+        pages = steps // size * len(self.members)
+        for ahead in range(now, now + steps % size):
+            due = get(ahead % size)
             if due:
                 pages += len(due)
         return pages

@@ -143,17 +143,18 @@ class Loop:
 
     def _arrive(self, index: int) -> None:
         work = self._workload
-        if index + 1 < len(work.arrivals):
+        later = index + 1
+        if later < len(work.arrivals):
             # the heap holds the next arrival only
-            heappush(self._heap, (work.arrivals[index + 1], self._arriving, index + 1, None))
-        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
+            heappush(self._heap, (work.arrivals[later], self._arriving, later, None))
+        prefix = self._prefixes.of(index) if work.blocks else ()
+        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], prefix))
 
     def _step_done(self, site: Site) -> None:
         hidden = site.hidden
         if hidden and not site.single:
             site.roll(*self._heap[0][:2]) if self._heap else site.roll()
-            site.version += 1
-            heappush(self._heap, (site.due(), site.index, site.version, site))
+            self._expect(site)
             return
         if hidden:
             site.jump(hidden, self._now)
@@ -187,8 +188,9 @@ class Loop:
     def _ask_router(self, event: Event) -> None:
         self._events += 1
         for command in self._router.handle(event, self._ns):
+            # asked by type: isinstance takes several times as long where the class of a message is another one
             if type(command) is Dispatch:
-                self._dispatch(command.request_id, self._sites[command.instance], command.source)
+                self._inbox.append((self._sites[command.instance], self._dispatched(command)))
             elif type(command) is Release:
                 assert command.instance is not None
                 self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
@@ -197,36 +199,39 @@ class Loop:
             else:
                 raise AssertionError(command)
 
-    def _dispatch(self, request_id: str, site: Site, source: str | None) -> None:
-        index, work = int(request_id), self._workload
+    def _dispatched(self, command: Dispatch) -> Event:
+        """What an instance hears of a request that it gets."""
+        request_id, source, work = command.request_id, command.source, self._workload
+        index = int(request_id)
         got = self._generated[index]
-        left, tokens = work.outputs[index] - got, work.inputs[index] + got
         if source is None:
-            self._inbox.append((site, Arrived(request_id, tokens, left, self._prefixes.of(index))))
-        else:
-            self._inbox.append((site, KVReady(request_id, source, tokens - 1, left)))
+            prefix = self._prefixes.of(index) if work.blocks else ()
+            return Arrived(request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
+        return KVReady(request_id, source, work.inputs[index] + got - 1, work.outputs[index] - got)
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
-        now = self._now
         if site.hidden > 0 or site.untold:
             self._sync(site)
         for command in site.machine.handle(event, self._ns):
-            # asked by type: isinstance takes several times as long where the class of a message is another one
             if type(command) is BriefStep:
                 if command.prompts:
                     self._prompts_start(command.prompts)
-                site.launch(command.step_id, command.work, now, self._turn)
+                site.launch(command.step_id, command.work, self._now, self._turn)
             elif type(command) is Emit:
                 self._emit(site, command)
             elif type(command) is Release:
-                site.parked.pop(command.request_id, None)
+                if site.parked:
+                    site.parked.pop(command.request_id, None)
             elif type(command) is Pull:
                 self._pull(site, self._sites[command.source], command.request_id, command.tokens)
             else:
                 self._obey(site, command)
         if site.flights:
-            self._schedule(site)
+            hidden = site.decoder.horizon() if site.decoder else 0
+            if hidden != site.hidden:
+                site.hidden = hidden
+                self._expect(site)
 
     def _obey(self, site: Site, command: Command) -> None:
         match command:
@@ -243,22 +248,23 @@ class Loop:
                 raise AssertionError(command)
 
     def _emit(self, site: Site, emit: Emit) -> None:
-        index = int(emit.request_id)
+        request_id, now = emit.request_id, self._now
+        index = int(request_id)
         if self._first[index] == NEVER:
-            self._first[index] = self._now
+            self._first[index] = now
             if self._watch:
-                self._watch.first(index, self._now)
-        self._generated[index] += emit.count
+                self._watch.first(index, now)
+        self._generated[index] = got = self._generated[index] + emit.count
         if emit.finish is not None:
             self._end(index)
-            self._inbox.append((None, Finished(emit.request_id)))
+            self._inbox.append((None, Finished(request_id)))
         elif emit.parked:
-            site.parked[emit.request_id] = self._now
+            site.parked[request_id] = now
             if not site.timer:
                 self._watch_leases(site)
-            got = self._generated[index]
-            tokens, left = self._workload.inputs[index] + got - 1, self._workload.outputs[index] - got
-            self._inbox.append((None, KVReady(emit.request_id, site.name, tokens, left)))
+            work = self._workload
+            tokens, left = work.inputs[index] + got - 1, work.outputs[index] - got
+            self._inbox.append((None, KVReady(request_id, site.name, tokens, left)))
 
     def _end(self, index: int) -> None:
         self._ends[index] = self._now
@@ -291,14 +297,10 @@ class Loop:
             if self._started[index] == NEVER:
                 self._started[index] = self._now
 
-    def _schedule(self, site: Site) -> None:
+    def _expect(self, site: Site) -> None:
         """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
-        hidden = site.decoder.horizon() if site.decoder else 0
-        if hidden == site.hidden:
-            return
-        site.hidden = hidden
-        site.version += 1
-        heappush(self._heap, (site.due(), site.index, site.version, site))
+        site.version = version = site.version + 1
+        heappush(self._heap, (site.due(), site.index, version, site))
 
     def _sync(self, site: Site) -> None:
         """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""

@@ -124,8 +124,17 @@ class Site:
             lines = self._lines.get(seqs)
             if lines is None:
                 lines = self._lines[seqs] = self.cost.lines(seqs)
-        times = self.cost.stages(work) if lines is None else [line[0] + line[1] * context for line in lines]
-        self.flights.append(Flight(step_id, self._through(times, now), seqs, context, lines))
+        if lines is None:
+            end = self._through(self.cost.stages(work), now)
+        elif self.single:
+            # nothing is in front of it
+            base, slope = lines[0]
+            took = base + slope * context
+            self.busy[0] += took
+            end = now + took
+        else:
+            end = self._through([base + slope * context for base, slope in lines], now)
+        self.flights.append(Flight(step_id, end, seqs, context, lines))
         self.steps += 1
         self.tokens += new + seqs
         self.launched = turn
@@ -143,7 +152,9 @@ class Site:
     def due(self) -> int:
         """The next end of a step that needs a decision, or, with several stages, a look."""
         flight = self.flights[0]
-        return flight.end + self._run(flight, self.hidden) if self.hidden and self.single else flight.end
+        if self.single and self.hidden:
+            return flight.end + self._run(flight, self.hidden)
+        return flight.end
 
     def sync(self, until: int) -> None:
         """Take the hidden steps of an instance with one stage that have ended by ``until``."""
@@ -164,7 +175,7 @@ class Site:
         flight = self.flights[0]
         tokens = count * flight.seqs
         self.busy[0] += end - flight.end
-        self.free[0] = flight.end = end
+        flight.end = end
         flight.step_id += count
         flight.context += tokens
         self._count(count, tokens)
@@ -181,11 +192,8 @@ class Site:
         flights, free, busy, hidden = self.flights, self.free, self.busy, self.hidden
         turns, steps, tokens = len(flights), 0, 0
         last = limit if self.index < rank else limit - 1
-        while steps < hidden:
-            flight = flights[0]
-            at = flight.end
-            if at > last:
-                break
+        flight = flights[0]
+        while steps < hidden and (at := flight.end) <= last:
             flights.rotate(-1)
             seqs = flight.seqs
             flight.step_id += turns
@@ -196,12 +204,13 @@ class Site:
                 # as in _through, without a list of times: this is most of what a pipeline costs
                 for stage, (base, slope) in enumerate(flight.lines):
                     took = base + slope * context
-                    before = free[stage]
-                    free[stage] = at = (at if at > before else before) + took
                     busy[stage] += took
+                    before = free[stage]
+                    free[stage] = at = took + (at if at > before else before)
                 flight.end = at
             steps += 1
             tokens += seqs
+            flight = flights[0]
         self._count(steps, tokens)
 
     def _count(self, steps: int, tokens: int) -> None:
