@@ -251,13 +251,10 @@ class Scheduler(ABC):
 
     def _told(self, flight: Flight) -> BriefStep | RunStep:
         """The command that launches a flight."""
-        batch = flight.batch
+        parts, batch = flight.parts, flight.batch
         if self._brief:
-            if not flight.parts:
-                return BriefStep(flight.step_id, _features((), batch))
-            return BriefStep(
-                flight.step_id, _features(flight.parts, batch), tuple([part.held.id for part in flight.parts])
-            )
+            features = _features(parts, batch)
+            return BriefStep(flight.step_id, features, tuple([part.held.id for part in parts]) if parts else ())
         chunks = tuple(_chunk(part) for part in flight.parts)
         decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
         return RunStep(flight.step_id, chunks, decodes)
@@ -303,17 +300,18 @@ class Scheduler(ABC):
 
 
 def _features(parts: Seq[Part], batch: Batch | None) -> StepFeatures:
+    # each member also attends to the token that is fed in
+    members = 0 if batch is None else len(batch.members)
+    context = 0 if batch is None else batch.tokens + members
+    if not parts:
+        return StepFeatures(0, 0, 0, members, context)
     new = pairs = prefix = 0
     for part in parts:
         tokens = part.tokens
         new += tokens
         pairs += tokens * tokens
         prefix += tokens * part.held.sequence.computed
-    if batch is None:
-        return StepFeatures(new, pairs, prefix)
-    # each member also attends to the token that is fed in
-    members = len(batch.members)
-    return StepFeatures(new, pairs, prefix, members, batch.tokens + members)
+    return StepFeatures(new, pairs, prefix, members, context)
 
 
 def _chunk(part: Part) -> Chunk:

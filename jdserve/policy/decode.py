@@ -81,9 +81,10 @@ class DecodeScheduler(DecodingScheduler):
 
     def _find_horizon(self) -> int:
         # between steps, what came while one ran is pulled at its end
-        if self._between_steps and (self._pulling or self._admissible() is not None):
+        steps = super()._find_horizon()
+        if steps and self._between_steps and (self._pulling or self._admissible() is not None):
             return 0
-        return super()._find_horizon()
+        return steps
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
         if event.prompt_tokens < 1 or event.max_new_tokens < 1:

@@ -11,7 +11,7 @@ import itertools
 
 from jdserve.core.pages import PageCount, PagePool
 from jdserve.core.request import State
-from jdserve.policy.base import Flight, Scheduler
+from jdserve.policy.base import Scheduler
 from jdserve.policy.commands import Command, Emit
 from jdserve.policy.events import StepDone
 from jdserve.policy.held import Batch, Held, in_order, pages_last
@@ -55,8 +55,8 @@ class DecodingScheduler(Scheduler):
         """
         if self._depth == 1:
             return self._everybody()
-        idle, flights, depth = self._idle, self._flights, self._depth
-        waiting = len(idle)
+        flights, depth = self._flights, self._depth
+        waiting = len(self._idle)
         for batch in self._resting:
             waiting += len(batch.members)
         if not waiting:
@@ -195,15 +195,19 @@ class DecodingScheduler(Scheduler):
         flights = self._flights
         if not flights or self._idle or (self._resting and any(self._resting)):
             return 0
-        if self._depth == 1:
-            batch = flights[0].batch
-            if batch is None or flights[0].parts or batch.leaving or not batch.members:
-                return 0
-            most = batch.left() - 1
-            if self.pool.available >= len(batch.members) * (most // batch.page_size + 1):
-                return most
-            return pages_last((batch,), self.pool.available, most) if most else 0
-        return self._horizon_of_several()
+        if self._depth > 1:
+            return self._horizon_of_several()
+        flight = flights[0]
+        batch = flight.batch
+        if batch is None or flight.parts or batch.leaving or not batch.members:
+            return 0
+        most = batch.left() - 1
+        if not most:
+            return 0
+        available = self.pool.available
+        if available >= len(batch.members) * (most // batch.page_size + 1):
+            return most
+        return pages_last((batch,), available, most)
 
     def _horizon_of_several(self) -> int:
         batches: list[Batch] = []
@@ -220,8 +224,7 @@ class DecodingScheduler(Scheduler):
                 most = steps
             members = len(batch.members)
             total += members
-            if members > largest:
-                largest = members
+            largest = max(largest, members)
             batches.append(batch)
         # a batch that is no equal share, or that two free places would split, is dealt anew
         if largest > -(-total // self._depth) or (largest > 1 and turns < self._depth):

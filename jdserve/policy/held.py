@@ -91,7 +91,7 @@ class Batch:
         page_size: token positions per page.
     """
 
-    __slots__ = ("_due", "_ends", "_pool", "flying", "leaving", "members", "page_size", "steps", "tokens")
+    __slots__ = ("_due", "_ends", "_full", "_pool", "flying", "leaving", "members", "page_size", "steps", "tokens")
 
     def __init__(self, pool: PagePool) -> None:
         self.members: dict[str, Held] = {}
@@ -102,7 +102,9 @@ class Batch:
         self.page_size = pool.page_size
         self._pool = pool
         self._ends: list[tuple[int, int, Held]] = []  # a heap; entries of those that left are passed over
-        self._due: dict[int, dict[str, Held]] = {}  # by the step, modulo the page size, at which their pages are full
+        # by the step, modulo the page size, at which their pages are full: the members, and how many
+        self._due: dict[int, dict[str, Held]] = {}
+        self._full = [0] * pool.page_size
 
     def __len__(self) -> int:
         return len(self.members)
@@ -118,6 +120,7 @@ class Batch:
         held.end = end = (steps + sequence.max_new_tokens - sequence.generated, held.order, held)
         heapq.heappush(self._ends, end)
         phase = (steps - computed) % self.page_size
+        self._full[phase] += 1
         due = self._due.get(phase)
         if due is None:
             self._due[phase] = {id: held}
@@ -139,7 +142,9 @@ class Batch:
             pages = (computed - 1) // size + 1
             if pages > len(table.pages):
                 table.pages = range(pages)
-        del self._due[(self.steps - computed) % size][id]
+        phase = (self.steps - computed) % size
+        self._full[phase] -= 1
+        del self._due[phase][id]
 
     def step(self, count: int = 1) -> None:
         """Count ``count`` steps."""
@@ -195,18 +200,15 @@ class Batch:
 
     def growth(self, steps: int) -> int:
         """Pages that the next ``steps`` steps after the one in flight take: in S steps one per member."""
-        size, now, get = self.page_size, self.steps + 1, self._due.get
-        pages = steps // size * len(self.members)
-        for ahead in range(now, now + steps % size):
-            due = get(ahead % size)
-            if due:
-                pages += len(due)
-        return pages
+        size, full = self.page_size, self._full
+        first = (self.steps + 1) % size
+        behind = first + steps % size
+        pages = steps // size * len(self.members) + sum(full[first:behind])
+        return pages if behind <= size else pages + sum(full[: behind - size])
 
     def growth_at(self, ahead: int) -> int:
         """Pages of the step ``ahead`` steps after the one in flight."""
-        due = self._due.get((self.steps + ahead) % self.page_size)
-        return len(due) if due else 0
+        return self._full[(self.steps + ahead) % self.page_size]
 
 
 def pages_last(batches: Seq[Batch], available: int, most: int) -> int:

@@ -308,10 +308,10 @@ class Router:
 
     def _place(self, request: _Request, now: int) -> list[Command]:
         """Dispatch a request that is on no instance; let it wait while an instance may come back; or reject it."""
-        request.at = None
         chosen = self._choose(request)
         if isinstance(chosen, _Instance):
             return self._put(request, chosen)
+        request.at = None
         since = max((self._gone[role] for role in chosen if role in self._gone), default=now - self._patience)
         if now - since < self._patience:
             return []

@@ -178,7 +178,10 @@ class Site:
         flight.end = end
         flight.step_id += count
         flight.context += tokens
-        self._count(count, tokens)
+        self.steps += count
+        self.tokens += tokens
+        self.hidden -= count
+        self.untold += count
 
     def _run(self, flight: Flight, count: int) -> int:
         """Time of the ``count`` steps after ``flight``, of an instance with one stage."""
@@ -211,9 +214,6 @@ class Site:
             steps += 1
             tokens += seqs
             flight = flights[0]
-        self._count(steps, tokens)
-
-    def _count(self, steps: int, tokens: int) -> None:
         self.steps += steps
         self.tokens += tokens
         self.hidden -= steps
