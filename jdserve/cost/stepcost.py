@@ -24,6 +24,9 @@ def femtoseconds(seconds: float) -> int:
     return round(seconds * FS)
 
 
+Lines = tuple[tuple[int, int], ...]
+
+
 class StepCost(Protocol):
     """Time of the steps of one instance (role, tp and pp fixed)."""
 
@@ -47,8 +50,11 @@ class StepCost(Protocol):
         """Most such steps that end within ``budget`` femtoseconds; :data:`NO_LIMIT` where steps take no time."""
         ...
 
-    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
-        """What each stage takes longer in every step of such a run than in the one before; None where that varies."""
+    def lines(self, seqs: int) -> Lines | None:
+        """Of each stage, (femtoseconds, femtoseconds per token of context) of a step that decodes ``seqs`` sequences.
+
+        None where the time is no line in the context.
+        """
         ...
 
 
@@ -86,6 +92,10 @@ class Coefficients(NamedTuple):
             time += new_token * f.new_tokens + new_pair * f.new_pairs + prefix_pair * f.prefix_pairs
         return time
 
+    def in_context(self, seqs: int) -> tuple[int, int]:
+        """(femtoseconds, femtoseconds per token of context) of a step that decodes ``seqs`` sequences."""
+        return self.base + self.decode_seq * seqs, self.context_token
+
     def line(self, f: StepFeatures) -> tuple[int, int]:
         """(first, slope): step i of a decode run that begins with ``f`` takes ``first + i * slope``."""
         return (
@@ -102,7 +112,7 @@ def _sum(first: int, slope: int, k: int) -> int:
     return k * first + slope * (k * (k - 1) // 2)
 
 
-def _fit(first: int, slope: int, budget: int) -> int:
+def line_fit(first: int, slope: int, budget: int) -> int:
     """Largest k whose :func:`_sum` is within ``budget``; both arguments of the line are non-negative."""
     if budget < 0:
         return 0
@@ -150,11 +160,11 @@ class Linear:
 
     def steps_within(self, f: StepFeatures, budget: int) -> int:
         """See :class:`StepCost`."""
-        return _fit(*self._pass.line(f), budget)
+        return line_fit(*self._pass.line(f), budget)
 
-    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+    def lines(self, seqs: int) -> Lines | None:
         """See :class:`StepCost`."""
-        return (self._first.line(f)[1], *(self.later.line(f)[1],) * (self.pp - 1))
+        return (self._first.in_context(seqs), *(self.later.in_context(seqs),) * (self.pp - 1))
 
 
 class Switched:
@@ -191,9 +201,9 @@ class Switched:
         """See :class:`StepCost`."""
         return self._cost(f).steps_within(f, budget)
 
-    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+    def lines(self, seqs: int) -> Lines | None:
         """See :class:`StepCost`."""
-        return self._cost(f).slopes(f)
+        return (self.below if seqs < self._threshold else self.above).lines(seqs)
 
 
 class Phased:
@@ -227,9 +237,9 @@ class Phased:
         """See :class:`StepCost`."""
         return self.decode.steps_within(f, budget)
 
-    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+    def lines(self, seqs: int) -> Lines | None:
         """See :class:`StepCost`."""
-        return self.decode.slopes(f)
+        return self.decode.lines(seqs)
 
 
 class Roofline:
@@ -279,13 +289,13 @@ class Roofline:
     def steps_within(self, f: StepFeatures, budget: int) -> int:
         """See :class:`StepCost`."""
         change, now, later = self._pieces(f)
-        fits = _fit(*now, budget)
+        fits = line_fit(*now, budget)
         if fits < change or change == NO_LIMIT:
             return fits
         rest = budget - _sum(*now, change)
-        return change + _fit(later[0] + change * later[1], later[1], rest)
+        return change + line_fit(later[0] + change * later[1], later[1], rest)
 
-    def slopes(self, f: StepFeatures) -> tuple[int, ...] | None:
+    def lines(self, seqs: int) -> Lines | None:
         """See :class:`StepCost`; the bound may change on the way."""
         return None
 

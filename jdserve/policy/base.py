@@ -35,7 +35,7 @@ class Part(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Flight(msgspec.Struct, frozen=True):
+class Flight(msgspec.Struct):
     """A step in flight.
 
     Attributes:
@@ -45,7 +45,7 @@ class Flight(msgspec.Struct, frozen=True):
     """
 
     step_id: int
-    parts: tuple[Part, ...]
+    parts: Seq[Part]
     batch: Batch | None
 
     @property
@@ -136,10 +136,11 @@ class Scheduler(ABC):
         return Held(sequence, event.prefix if prefix_cache else ())
 
     def _enqueue(self, held: Held) -> None:
-        if held.id in self._queue or held.id in self._running:
-            raise ValueError(f"request {held.id} is here already")
-        self._queue[held.id] = held
-        self._runs[held.id] = self._runs.get(held.id, 0) + 1
+        id = held.id
+        if id in self._queue or id in self._running:
+            raise ValueError(f"request {id} is here already")
+        self._queue[id] = held
+        self._runs[id] = self._runs.get(id, 0) + 1
 
     def _begin(self, held: Held) -> None:
         """A sequence runs from now on."""
@@ -149,7 +150,7 @@ class Scheduler(ABC):
 
     def _shareable(self, held: Held) -> tuple[bytes, ...]:
         # the last prompt token is always computed, because its logits give the next token
-        return held.prefix[: (held.sequence.prompt_tokens - 1) // self.pool.page_size] if held.prefix else ()
+        return held.prefix[: (held.sequence.prompt_tokens - 1) // self.pool.page_size]
 
     def _uncached(self, held: Held) -> int:
         """Prompt tokens of a queued sequence that a step would have to compute."""
@@ -159,18 +160,19 @@ class Scheduler(ABC):
 
     def _reserve_prompt(self, held: Held, spare: int = 0) -> bool:
         """Reserve the pages of a whole prompt, if at least ``spare`` stay available; say whether it was done."""
-        count = pages_for(held.sequence.prompt_tokens, self.pool.page_size)
-        shareable = self._shareable(held)
+        pool = self.pool
+        count = pages_for(held.sequence.prompt_tokens, pool.page_size)
+        shareable = self._shareable(held) if held.prefix else ()
         if spare:
-            shared = self.pool.match(shareable)
+            shared = pool.match(shareable)
             # shared pages that nobody owns stop being available too; how many that is, the pool does not tell
-            if count - shared + min(shared, self.pool.cached) > self.pool.available - spare:
+            if count - shared + min(shared, pool.cached) > pool.available - spare:
                 return False
         try:
-            held.table = self.pool.reserve(count, shareable)
+            held.table = table = pool.reserve(count, shareable)
         except OutOfPages:
             return False
-        held.sequence.computed = held.table.shared * self.pool.page_size
+        held.sequence.computed = table.shared * pool.page_size
         self._leave_queue(held, State.PREFILLING)
         self._begin(held)
         return True
@@ -241,17 +243,18 @@ class Scheduler(ABC):
             part.held.computing = True
         if batch is not None:
             batch.flying = True
-        flight = Flight(self._next_step, tuple(parts), batch)
-        self._next_step += 1
+        step_id = self._next_step
+        flight = Flight(step_id, parts, batch)
+        self._next_step = step_id + 1
         self._flights.append(flight)
         return self._told(flight)
 
     def _told(self, flight: Flight) -> BriefStep | RunStep:
         """The command that launches a flight."""
-        batch = flight.batch
+        parts, batch = flight.parts, flight.batch
         if self._brief:
-            prompts = tuple([part.held.id for part in flight.parts]) if flight.parts else ()
-            return BriefStep(flight.step_id, _features(flight), prompts)
+            features = _features(parts, batch)
+            return BriefStep(flight.step_id, features, tuple([part.held.id for part in parts]) if parts else ())
         chunks = tuple(_chunk(part) for part in flight.parts)
         decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
         return RunStep(flight.step_id, chunks, decodes)
@@ -262,11 +265,11 @@ class Scheduler(ABC):
 
     def _step_ended(self, event: StepDone) -> Flight:
         """Take the oldest step out of the flight; its sequences are in no step any more."""
-        oldest = self._flights[0].step_id if self._flights else None
-        if event.step_id != oldest:
-            expected = "no step is in flight" if oldest is None else f"step {oldest} is the oldest in flight"
+        flights = self._flights
+        if not flights or event.step_id != flights[0].step_id:
+            expected = f"step {flights[0].step_id} is the oldest in flight" if flights else "no step is in flight"
             raise ValueError(f"step_id {event.step_id} ended, but {expected}")
-        flight = self._flights.popleft()
+        flight = flights.popleft()
         for part in flight.parts:
             part.held.computing = False
         return flight
@@ -276,16 +279,17 @@ class Scheduler(ABC):
 
         The end of the text is, in this order: a failure, a prompt that was only to be scored, a stop token, the length.
         """
-        sequence = held.sequence
-        if held.id in done.failed:
-            return Emit(held.id, self._untold(held, 0), "error")
-        if sequence.max_new_tokens == 0:
-            return Emit(held.id, 0, "length")
-        sequence.generated += 1
+        sequence, id = held.sequence, held.id
+        if done.failed and id in done.failed:
+            return Emit(id, self._untold(held, 0), "error")
+        most = sequence.max_new_tokens
+        if most == 0:
+            return Emit(id, 0, "length")
+        sequence.generated = generated = sequence.generated + 1
         count = self._untold(held, 1)
-        if held.id in done.stopped:
-            return Emit(held.id, count, "stop")
-        return Emit(held.id, count, "length" if sequence.generated == sequence.max_new_tokens else None)
+        if done.stopped and id in done.stopped:
+            return Emit(id, count, "stop")
+        return Emit(id, count, "length" if generated == most else None)
 
     def _untold(self, held: Held, newest: int) -> int:
         """Tokens that the next Emit tells, of which the last step gave ``newest``."""
@@ -295,17 +299,19 @@ class Scheduler(ABC):
         return count
 
 
-def _features(flight: Flight) -> StepFeatures:
-    new = pairs = prefix = 0
-    for part in flight.parts:
-        new += part.tokens
-        pairs += part.tokens * part.tokens
-        prefix += part.tokens * part.held.sequence.computed
-    batch = flight.batch
-    if batch is None:
-        return StepFeatures(new, pairs, prefix)
+def _features(parts: Seq[Part], batch: Batch | None) -> StepFeatures:
     # each member also attends to the token that is fed in
-    return StepFeatures(new, pairs, prefix, len(batch.members), batch.tokens + len(batch.members))
+    members = 0 if batch is None else len(batch.members)
+    context = 0 if batch is None else batch.tokens + members
+    if not parts:
+        return StepFeatures(0, 0, 0, members, context)
+    new = pairs = prefix = 0
+    for part in parts:
+        tokens = part.tokens
+        new += tokens
+        pairs += tokens * tokens
+        prefix += tokens * part.held.sequence.computed
+    return StepFeatures(new, pairs, prefix, members, context)
 
 
 def _chunk(part: Part) -> Chunk:

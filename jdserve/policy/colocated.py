@@ -51,17 +51,16 @@ class ColocatedScheduler(DecodingScheduler):
         """
         commands: list[Command] = []
         self._steady = None
-        match event:
-            case Arrived():
-                self._blocked = self._blocked and bool(self._queue)
-                self._arrived(event, commands)
-            case Cancelled():
-                self._blocked = False
-                self._cancel(event.request_id, commands)
-            case StepDone():
-                self._step_done(event, commands)
-            case _:
-                raise self._refuse(event)
+        if type(event) is StepDone:
+            self._step_done(event, commands)
+        elif type(event) is Arrived:
+            self._blocked = self._blocked and bool(self._queue)
+            self._arrived(event, commands)
+        elif type(event) is Cancelled:
+            self._blocked = False
+            self._cancel(event.request_id, commands)
+        else:
+            raise self._refuse(event)
         self._launch(commands)
         return commands
 

@@ -55,19 +55,20 @@ class DecodeScheduler(DecodingScheduler):
         """
         commands: list[Command] = []
         self._steady = None
-        match event:
-            case StepDone():
-                self._step_done(event, commands)
-            case KVReady():
-                self._kv_ready(event, commands)
-            case KVLanded() | PullFailed():
-                self._pull_ended(event.request_id, isinstance(event, KVLanded), commands)
-            case Cancelled():
-                self._cancelled(event.request_id, commands)
-            case _:
-                raise self._refuse(event)
+        if type(event) is StepDone:
+            self._step_done(event, commands)
+        elif type(event) is KVReady:
+            self._kv_ready(event, commands)
+        elif type(event) is KVLanded:
+            self._pull_ended(event.request_id, True, commands)
+        elif type(event) is PullFailed:
+            self._pull_ended(event.request_id, False, commands)
+        elif type(event) is Cancelled:
+            self._cancelled(event.request_id, commands)
+        else:
+            raise self._refuse(event)
         if self._between_steps:
-            if self._pulling or not self._flights or isinstance(event, StepDone):
+            if self._pulling or not self._flights or type(event) is StepDone:
                 self._admit(commands)
             if not self._pulling:
                 self._launch(commands)
@@ -80,9 +81,10 @@ class DecodeScheduler(DecodingScheduler):
 
     def _find_horizon(self) -> int:
         # between steps, what came while one ran is pulled at its end
-        if self._between_steps and (self._pulling or self._admissible() is not None):
+        steps = super()._find_horizon()
+        if steps and self._between_steps and (self._pulling or self._admissible() is not None):
             return 0
-        return super()._find_horizon()
+        return steps
 
     def _kv_ready(self, event: KVReady, commands: list[Command]) -> None:
         if event.prompt_tokens < 1 or event.max_new_tokens < 1:
@@ -127,7 +129,7 @@ class DecodeScheduler(DecodingScheduler):
         self._decoded(batch, event, commands)
 
     def _launch(self, commands: list[Command]) -> None:
-        while self._places and (batch := self._next_batch()) is not None:
+        while len(self._flights) < self._depth and (batch := self._next_batch()) is not None:
             victims = self._make_room(batch)
             for victim in victims:
                 if untold := self._untold(victim, 0):

@@ -11,7 +11,7 @@ import itertools
 
 from jdserve.core.pages import PageCount, PagePool
 from jdserve.core.request import State
-from jdserve.policy.base import Flight, Scheduler
+from jdserve.policy.base import Scheduler
 from jdserve.policy.commands import Command, Emit
 from jdserve.policy.events import StepDone
 from jdserve.policy.held import Batch, Held, in_order, pages_last
@@ -55,58 +55,63 @@ class DecodingScheduler(Scheduler):
         """
         if self._depth == 1:
             return self._everybody()
+        flights, depth = self._flights, self._depth
         waiting = len(self._idle)
         for batch in self._resting:
             waiting += len(batch.members)
         if not waiting:
             self._resting.clear()
             return None
-        flying = 0
-        for flight in self._flights:
-            if flight.batch is not None:
-                flying += len(flight.batch.members) - len(flight.batch.leaving)
-        size = min(-(-(waiting + flying) // self._depth), -(-waiting // self._places))
+        everybody = waiting
+        for flight in flights:
+            batch = flight.batch
+            if batch is not None:
+                everybody += len(batch.members) - len(batch.leaving)
+        size = min(-(-everybody // depth), -(-waiting // (depth - len(flights))))
         batch = self._gather(size)
-        if self._idle:
-            for held in list(itertools.islice(self._idle.values(), size - len(batch.members))):
-                del self._idle[held.id]
+        idle = self._idle
+        if idle:
+            for held in list(itertools.islice(idle.values(), size - len(batch.members))):
+                del idle[held.id]
                 batch.join(held)
         return batch
 
     def _everybody(self) -> Batch | None:
         """All sequences that decode and are in no step, in one batch."""
-        idle = self._idle
         batch = self._resting.pop() if self._resting else None
         if batch is None or not batch.members:
-            if not idle:
+            if not self._idle:
                 return None
             batch = Batch(self.pool)
-        if idle:
-            last = next(reversed(batch.members.values())).order if batch.members else -1
-            if next(iter(idle.values())).order < last:
-                self._disband(batch)
-                batch = Batch(self.pool)
-                idle = self._idle
-            for held in idle.values():
+        elif self._older_wait(batch):
+            self._disband(batch)
+            batch = Batch(self.pool)
+        if self._idle:
+            for held in self._idle.values():
                 batch.join(held)
-            idle.clear()
+            self._idle.clear()
         return batch
 
     def _gather(self, size: int) -> Batch:
         """A batch of at most ``size`` of those in no step: a resting one, where the oldest of them are its members."""
-        resting = [batch for batch in self._resting if batch.members]
-        self._resting.clear()
-        if not resting:
+        resting, self._resting = self._resting, []
+        if len(resting) > 1:
+            resting = [batch for batch in resting if batch.members]
+        if not resting or not resting[0].members:
             return Batch(self.pool)
         batch = resting[0]
-        last = next(reversed(batch.members.values())).order
-        if len(resting) > 1 or (self._idle and any(held.order < last for held in self._idle.values())):
-            batch = Batch(self.pool)
+        if len(resting) > 1 or self._older_wait(batch):
             for other in resting:
                 self._disband(other)
-        elif len(batch.members) > size:
+            return Batch(self.pool)
+        if len(batch.members) > size:
             self._disband(batch, size)
         return batch
+
+    def _older_wait(self, batch: Batch) -> bool:
+        """Whether a sequence waits in no batch that began to run before the last member of ``batch``."""
+        idle = self._idle
+        return bool(idle) and next(iter(idle.values())).order < next(reversed(batch.members.values())).order
 
     def _disband(self, batch: Batch, keep: int = 0) -> None:
         """Let all members but the first ``keep`` go and wait in no batch."""
@@ -147,23 +152,30 @@ class DecodingScheduler(Scheduler):
         batch.flying = False
         batch.step()
         self._resting.append(batch)
-        done = {held.id: held for held in batch.ended()}
+        ended = batch.ended()
         if batch.leaving or event.stopped or event.failed:
-            done |= {held.id: held for held in batch.leaving}
+            done = {held.id: held for held in (*ended, *batch.leaving)}
             done |= {id: batch.members[id] for id in (*event.stopped, *event.failed) if id in batch.members}
             batch.leaving.clear()
-        if not done and self._brief:
+            ended = in_order(list(done.values()))
+        if self._brief:
+            for held in ended:
+                self._last_token(batch, held, event, commands)
             return
-        for held in in_order(list(done.values())) if self._brief else list(batch.members.values()):
-            if held.id not in done:
+        done = {held.id for held in ended}
+        for held in list(batch.members.values()):
+            if held.id in done:
+                self._last_token(batch, held, event, commands)
+            else:
                 commands.append(Emit(held.id))
-                continue
-            batch.leave(held)
-            if not held.cancelled:
-                held.sequence.generated -= 1  # counted by the batch, and again here
-                commands.append(self._sampled(held, event))
-                del self._running[held.id]
-            commands += self._end(held)
+
+    def _last_token(self, batch: Batch, held: Held, event: StepDone, commands: list[Command]) -> None:
+        batch.leave(held)
+        if not held.cancelled:
+            held.sequence.generated -= 1  # counted by the batch, and again here
+            commands.append(self._sampled(held, event))
+            del self._running[held.id]
+        commands += self._end(held)
 
     def horizon(self) -> int:
         """For how many StepDone events from now no decision can change, if no other event comes and no text stops.
@@ -183,41 +195,44 @@ class DecodingScheduler(Scheduler):
         flights = self._flights
         if not flights or self._idle or (self._resting and any(self._resting)):
             return 0
-        if self._depth == 1:
-            batch = flights[0].batch
-            if batch is None or flights[0].parts or batch.leaving or not batch.members:
-                return 0
-            most = batch.left() - 1
-            if self.pool.available >= len(batch.members) * (most // batch.page_size + 1):
-                return most
-            return pages_last((batch,), self.pool.available, most) if most else 0
-        return self._horizon_of_several()
+        if self._depth > 1:
+            return self._horizon_of_several()
+        flight = flights[0]
+        batch = flight.batch
+        if batch is None or flight.parts or batch.leaving or not batch.members:
+            return 0
+        most = batch.left() - 1
+        if not most:
+            return 0
+        available = self.pool.available
+        if available >= len(batch.members) * (most // batch.page_size + 1):
+            return most
+        return pages_last((batch,), available, most)
 
     def _horizon_of_several(self) -> int:
         batches: list[Batch] = []
-        total = 0
-        for flight in self._flights:
+        most = total = largest = 0
+        turns = len(self._flights)
+        for place, flight in enumerate(self._flights):
             batch = flight.batch
             if batch is None or flight.parts or batch.leaving:
                 return 0
-            batches.append(batch)
-            total += len(batch.members)
-        turns = len(batches)
-        share = -(-total // self._depth)
-        most: int | None = None
-        for place, batch in enumerate(batches):
-            members = len(batch.members)
-            # a batch that is no equal share, or that two free places would split, is dealt anew
-            if members > share or (members > 1 and turns < self._depth):
-                return 0
             steps = place + (batch.left() - 1) * turns
-            if most is None or steps < most:
+            if not steps:
+                return 0
+            if not place or steps < most:
                 most = steps
-        if not most:
+            members = len(batch.members)
+            total += members
+            largest = max(largest, members)
+            batches.append(batch)
+        # a batch that is no equal share, or that two free places would split, is dealt anew
+        if largest > -(-total // self._depth) or (largest > 1 and turns < self._depth):
             return 0
-        if self.pool.available >= total * (most // (turns * self.pool.page_size) + 2):
+        available = self.pool.available
+        if available >= total * (most // (turns * self.pool.page_size) + 2):
             return most
-        return pages_last(batches, self.pool.available, most)
+        return pages_last(batches, available, most)
 
     def advance(self, k: int, now: int) -> list[Command]:
         """Take ``k`` StepDone events at once: one Emit per sequence, and the step that is launched last.
@@ -231,36 +246,28 @@ class DecodingScheduler(Scheduler):
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
         self._steady = horizon - k
-        if self._depth == 1:
-            return self._advance_one(self._flights[0], k)
-        batches = [flight.batch for flight in self._flights if flight.batch]
-        turns = len(batches)
-        each = [(k - place + turns - 1) // turns for place in range(turns)]
-        if isinstance(self.pool, PageCount):
-            self.pool.take(sum(batch.growth(steps) for batch, steps in zip(batches, each, strict=True)))
-        else:
+        brief, flights, pool = self._brief, self._flights, self.pool
+        turns = len(flights)
+        counts = isinstance(pool, PageCount)
+        if not counts:
+            batches = [flight.batch for flight in flights if flight.batch]
             for event in range(k):
                 batches[event % turns].grow_at(event // turns + 1)
         emits: list[Command] = []
-        for batch, steps in zip(batches, each, strict=True):
-            batch.step(steps)
-            if steps and not self._brief:
+        pages = 0
+        for place, flight in enumerate(flights):
+            batch = flight.batch
+            steps = (k - place + turns - 1) // turns
+            if not steps or batch is None:
+                break
+            if counts:
+                pages += batch.growth(steps)
+            if not brief:
                 emits += (Emit(held.id, steps) for held in batch.members.values())
-        first, self._next_step = self._flights[0].step_id + k, self._next_step + k
-        self._flights.clear()
-        for place in range(turns):
-            self._flights.append(Flight(first + place, (), batches[(place + k) % turns]))
-        return emits if self._brief else [*emits, self._told(self._flights[-1])]
-
-    def _advance_one(self, flight: Flight, k: int) -> list[Command]:
-        batch = flight.batch
-        assert batch is not None
-        if isinstance(self.pool, PageCount):
-            self.pool.take(batch.growth(k))
-        else:
-            for ahead in range(1, k + 1):
-                batch.grow_at(ahead)
-        batch.step(k)
+            batch.step(steps)
+            flight.step_id += steps * turns
+        if isinstance(pool, PageCount):
+            pool.take(pages)
         self._next_step += k
-        self._flights[0] = last = Flight(flight.step_id + k, (), batch)
-        return [] if self._brief else [*(Emit(held.id, k) for held in batch.members.values()), self._told(last)]
+        flights.rotate(-k)
+        return emits if brief else [*emits, self._told(flights[-1])]

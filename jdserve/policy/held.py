@@ -91,7 +91,7 @@ class Batch:
         page_size: token positions per page.
     """
 
-    __slots__ = ("_due", "_ends", "_pool", "flying", "leaving", "members", "page_size", "steps", "tokens")
+    __slots__ = ("_due", "_ends", "_full", "_pool", "flying", "leaving", "members", "page_size", "steps", "tokens")
 
     def __init__(self, pool: PagePool) -> None:
         self.members: dict[str, Held] = {}
@@ -102,39 +102,49 @@ class Batch:
         self.page_size = pool.page_size
         self._pool = pool
         self._ends: list[tuple[int, int, Held]] = []  # a heap; entries of those that left are passed over
-        self._due: dict[int, dict[str, Held]] = {}  # by the step, modulo the page size, at which their pages are full
+        # by the step, modulo the page size, at which their pages are full: the members, and how many
+        self._due: dict[int, dict[str, Held]] = {}
+        self._full = [0] * pool.page_size
 
     def __len__(self) -> int:
         return len(self.members)
 
     def join(self, held: Held) -> None:
         """Take in a sequence that began to run after all members."""
-        sequence = held.sequence
+        sequence, id, steps = held.sequence, held.id, self.steps
+        computed = sequence.computed
         held.batch = self
-        held.joined = self.steps
-        self.members[held.id] = held
-        self.tokens += sequence.computed
-        held.end = (self.steps + sequence.max_new_tokens - sequence.generated, held.order, held)
-        heapq.heappush(self._ends, held.end)
-        phase = (self.steps - sequence.computed) % self.page_size
+        held.joined = steps
+        self.members[id] = held
+        self.tokens += computed
+        held.end = end = (steps + sequence.max_new_tokens - sequence.generated, held.order, held)
+        heapq.heappush(self._ends, end)
+        phase = (steps - computed) % self.page_size
+        self._full[phase] += 1
         due = self._due.get(phase)
         if due is None:
-            due = self._due[phase] = {}
-        due[held.id] = held
+            self._due[phase] = {id: held}
+        else:
+            due[id] = held
 
     def leave(self, held: Held) -> None:
         """Let a member go, with its counts brought up to date."""
-        sequence, steps = held.sequence, self.steps - held.joined
-        sequence.computed += steps
+        sequence, id, size = held.sequence, held.id, self.page_size
+        steps = self.steps - held.joined
         sequence.generated += steps
+        sequence.computed = computed = sequence.computed + steps
         held.batch = held.end = None
-        del self.members[held.id]
-        self.tokens -= sequence.computed
+        del self.members[id]
+        self.tokens -= computed
         if isinstance(self._pool, PageCount):
             # every launched step had room for its token
             table = held.table
-            table.pages = range(max(len(table.pages), (sequence.computed - 1) // self.page_size + 1))
-        del self._due[(self.steps - sequence.computed) % self.page_size][held.id]
+            pages = (computed - 1) // size + 1
+            if pages > len(table.pages):
+                table.pages = range(pages)
+        phase = (self.steps - computed) % size
+        self._full[phase] -= 1
+        del self._due[phase][id]
 
     def step(self, count: int = 1) -> None:
         """Count ``count`` steps."""
@@ -154,9 +164,12 @@ class Batch:
     def left(self) -> int:
         """Steps until the first member has all its tokens; 1 where there is no member."""
         ends = self._ends
-        while ends and ends[0][2].end is not ends[0]:
+        while ends:
+            entry = ends[0]
+            if entry[2].end is entry:
+                return entry[0] - self.steps
             heapq.heappop(ends)
-        return ends[0][0] - self.steps if ends else 1
+        return 1
 
     def short(self) -> list[Held]:
         """Members that need a page before the next step can be launched."""
@@ -187,18 +200,15 @@ class Batch:
 
     def growth(self, steps: int) -> int:
         """Pages that the next ``steps`` steps after the one in flight take: in S steps one per member."""
-        full, rest = divmod(steps, self.page_size)
-        pages = full * len(self.members) if full else 0
-        for ahead in range(self.steps + 1, self.steps + rest + 1):
-            due = self._due.get(ahead % self.page_size)
-            if due:
-                pages += len(due)
-        return pages
+        size, full = self.page_size, self._full
+        first = (self.steps + 1) % size
+        behind = first + steps % size
+        pages = steps // size * len(self.members) + sum(full[first:behind])
+        return pages if behind <= size else pages + sum(full[: behind - size])
 
     def growth_at(self, ahead: int) -> int:
         """Pages of the step ``ahead`` steps after the one in flight."""
-        due = self._due.get((self.steps + ahead) % self.page_size)
-        return len(due) if due else 0
+        return self._full[(self.steps + ahead) % self.page_size]
 
 
 def pages_last(batches: Seq[Batch], available: int, most: int) -> int:

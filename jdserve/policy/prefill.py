@@ -49,17 +49,16 @@ class PrefillScheduler(Scheduler):
             ValueError: Arrived with an id that is here already, or StepDone of another step than the oldest.
         """
         commands: list[Command] = []
-        match event:
-            case StepDone():
-                self._step_done(event, commands)
-            case Arrived():
-                self._arrived(event, commands)
-            case Cancelled():
-                self._cancelled(event.request_id, commands)
-            case KVLanded() | LeaseExpired():
-                self._drop_parked(event.request_id, commands)
-            case _:
-                raise self._refuse(event)
+        if type(event) is StepDone:
+            self._step_done(event, commands)
+        elif type(event) is Arrived:
+            self._arrived(event, commands)
+        elif type(event) is KVLanded or type(event) is LeaseExpired:
+            self._drop_parked(event.request_id, commands)
+        elif type(event) is Cancelled:
+            self._cancelled(event.request_id, commands)
+        else:
+            raise self._refuse(event)
         if self._queue:
             self._launch(commands)
         return commands
@@ -92,9 +91,10 @@ class PrefillScheduler(Scheduler):
         parts = self._step_ended(event).parts
         for part in parts:
             held = part.held
-            if held.id not in event.failed:
+            if not event.failed or held.id not in event.failed:
                 held.sequence.computed = held.sequence.prompt_tokens
-                self._publish(held)
+                if held.prefix:
+                    self._publish(held)
         for part in parts:
             held = part.held
             if held.cancelled:
@@ -110,21 +110,19 @@ class PrefillScheduler(Scheduler):
                 commands += (emit, *self._end(held))
 
     def _launch(self, commands: list[Command]) -> None:
-        while self._places and (batch := self._batch()):
-            commands.append(
-                self._run([Part(held, held.sequence.prompt_tokens - held.sequence.computed) for held in batch])
-            )
+        while len(self._flights) < self._depth and (parts := self._batch()):
+            commands.append(self._run(parts))
 
-    def _batch(self) -> list[Held]:
+    def _batch(self) -> list[Part]:
         """The prompts of the next step, with their pages."""
-        batch: list[Held] = []
-        total = 0
-        while self._queue and len(batch) < self._instance.max_batch:
-            held = next(iter(self._queue.values()))
+        batch: list[Part] = []
+        instance, queue, total = self._instance, self._queue, 0
+        while queue and len(batch) < instance.max_batch:
+            held = next(iter(queue.values()))
             total += self._uncached(held)
-            if self._instance.batching == "lm" and batch and total > self._instance.lm_tokens:
+            if batch and total > instance.lm_tokens and instance.batching == "lm":
                 break
             if not self._reserve_prompt(held):
                 break  # strictly in order: what comes behind must not starve the head
-            batch.append(held)
+            batch.append(Part(held, held.sequence.prompt_tokens - held.sequence.computed))
         return batch

@@ -13,9 +13,9 @@ supervisor restarts what died, and nobody need notice. Its KV stays parked meanw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from jdserve.core.plan import Role
 from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
@@ -168,48 +168,11 @@ class Router:
             TypeError: the router takes no such event.
             ValueError: Arrived with a known id, or an event names an instance that is not in the plan.
         """
-        match event:
-            case KVReady() | KVLanded() | Finished() | PullFailed() | Preempted() | Cancelled():
-                request = self._requests.get(event.request_id)
-                commands = [] if request is None else self._about(request, event, now)
-            case Arrived():
-                commands = self._arrived(event, now)
-            case PeerFailed():
-                commands = self._peer_failed(event.instance, now)
-            case PeerJoined():
-                commands = self._peer_joined(event, now)
-            case Draining():
-                commands = self._drain(event.instance, now)
-            case Tick():
-                commands = self._place_stranded(now)
-            case _:
-                raise TypeError(f"Router takes no {type(event).__name__}")
+        take = self._takes.get(type(event))
+        if take is None:
+            raise TypeError(f"Router takes no {type(event).__name__}")
+        commands = take(self, event, now)
         return [*commands, *self._retired()] if self._anyone_leaves else commands
-
-    def _about(
-        self, request: _Request, event: KVReady | KVLanded | PullFailed | Preempted | Cancelled | Finished, now: int
-    ) -> list[Command]:
-        at = request.at
-        if isinstance(event, Cancelled):
-            return [*self._forget(request), *([Release(request.id, at.name)] if at is not None else [])]
-        if isinstance(event, Finished):
-            return self._forget(request)
-        if at is None:
-            return []  # about an earlier run
-        if isinstance(event, KVReady):
-            # from another instance it is about an earlier run
-            return self._kv_ready(request, at, event, now) if at.name == event.source else []
-        if at.role != "decode":
-            return []  # about an earlier run: the request is prefilled again already
-        if isinstance(event, KVLanded):
-            request.source = None
-            return []
-        if isinstance(event, Preempted):
-            request.prompt_tokens, request.max_new_tokens = event.prompt_tokens, event.max_new_tokens
-            return [*self._leave(request), *self._place(request, now)]
-        # when the failed pull was that of an earlier run, the decode instance holds the present one
-        reason = f": {event.reason}" if event.reason else ""
-        return [Release(request.id, at.name), *self._retry(request, f"the pull to {at.name} failed{reason}", now)]
 
     def _arrived(self, event: Arrived, now: int) -> list[Command]:
         if event.request_id in self._requests:
@@ -222,13 +185,57 @@ class Router:
         self._requests[request.id] = request
         return self._place(request, now)
 
-    def _kv_ready(self, request: _Request, at: _Instance, event: KVReady, now: int) -> list[Command]:
+    # what instances say of a request; it may be about an earlier run, and then means nothing
+
+    def _kv_ready(self, event: KVReady, now: int) -> list[Command]:
+        request = self._requests.get(event.request_id)
+        if request is None or request.at is None or request.at.name != event.source:
+            return []
+        at = request.at
         self._uncount(request)
         request.source = at
         request.prompt_tokens, request.max_new_tokens = event.prompt_tokens, event.max_new_tokens
         return self._place(request, now)
 
-    def _peer_failed(self, name: str, now: int) -> list[Command]:
+    def _kv_landed(self, event: KVLanded, now: int) -> list[Command]:
+        if (request := self._decoded(event.request_id)) is not None:
+            request.source = None
+        return []
+
+    def _pull_failed(self, event: PullFailed, now: int) -> list[Command]:
+        request = self._decoded(event.request_id)
+        if request is None or request.at is None:
+            return []
+        at = request.at.name
+        # when the failed pull was that of an earlier run, the decode instance holds the present one
+        reason = f": {event.reason}" if event.reason else ""
+        return [Release(request.id, at), *self._retry(request, f"the pull to {at} failed{reason}", now)]
+
+    def _preempted(self, event: Preempted, now: int) -> list[Command]:
+        request = self._decoded(event.request_id)
+        if request is None:
+            return []
+        request.prompt_tokens, request.max_new_tokens = event.prompt_tokens, event.max_new_tokens
+        return [*self._leave(request), *self._place(request, now)]
+
+    def _decoded(self, request_id: str) -> _Request | None:
+        """A request that is on a decode instance."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.at is None or request.at.role != "decode" else request
+
+    def _finished(self, event: Finished, now: int) -> list[Command]:
+        request = self._requests.pop(event.request_id, None)
+        return [] if request is None else self._leave(request)
+
+    def _cancelled(self, event: Cancelled, now: int) -> list[Command]:
+        request = self._requests.pop(event.request_id, None)
+        if request is None:
+            return []
+        at = request.at
+        return [*self._leave(request), *([Release(request.id, at.name)] if at is not None else [])]
+
+    def _peer_failed(self, event: PeerFailed, now: int) -> list[Command]:
+        name = event.instance
         failed = self._instance(name)
         failed.live = False
         self._note_gone(now)
@@ -250,11 +257,11 @@ class Router:
         self._note_gone(now)
         return self._place_stranded(now)
 
-    def _drain(self, name: str | None, now: int) -> list[Command]:
-        if name is None:
+    def _drain(self, event: Draining, now: int) -> list[Command]:
+        if event.instance is None:
             self._draining = True
         else:
-            self._instance(name).draining = True
+            self._instance(event.instance).draining = True
             self._anyone_leaves = True
             self._note_gone(now)
         return []
@@ -280,6 +287,9 @@ class Router:
         self._takers = [peer for peer in usable if peer.role != "decode"]
         self._decodes = [peer for peer in usable if peer.role == "decode"]
 
+    def _tick(self, event: Tick, now: int) -> list[Command]:
+        return self._place_stranded(now)
+
     def _place_stranded(self, now: int) -> list[Command]:
         waiting = [request for request in self._requests.values() if request.at is None]
         return [command for request in waiting for command in self._place(request, now)]
@@ -288,7 +298,9 @@ class Router:
         """Have a request prefilled again, unless that was done too often."""
         request.retries += 1
         if request.retries > self._max_retries:
-            return [*self._forget(request), Reject(request.id, f"{reason}; given up after {self._max_retries} retries")]
+            del self._requests[request.id]
+            given_up = Reject(request.id, f"{reason}; given up after {self._max_retries} retries")
+            return [*self._leave(request), given_up]
         if request.at is None or request.at.role == "decode":
             # the token that prefill sampled is part of the prompt from now on
             request.prompt_tokens += 1
@@ -296,10 +308,10 @@ class Router:
 
     def _place(self, request: _Request, now: int) -> list[Command]:
         """Dispatch a request that is on no instance; let it wait while an instance may come back; or reject it."""
-        request.at = None
         chosen = self._choose(request)
         if isinstance(chosen, _Instance):
             return self._put(request, chosen)
+        request.at = None
         since = max((self._gone[role] for role in chosen if role in self._gone), default=now - self._patience)
         if now - since < self._patience:
             return []
@@ -325,16 +337,20 @@ class Router:
 
     def _put(self, request: _Request, at: _Instance) -> list[Command]:
         request.at = at
-        prefill = at.role == "prefill"
-        request.weight = request.prompt_tokens if prefill else request.prompt_tokens + request.max_new_tokens
-        at.tokens += request.weight
+        weight = request.prompt_tokens
+        if at.role != "prefill":
+            weight += request.max_new_tokens
+        request.weight = weight
+        at.tokens += weight
         at.requests += 1
-        return [Dispatch(request.id, at.name, request.source.name if request.source else None)]
+        source = request.source
+        return [Dispatch(request.id, at.name, source.name if source is not None else None)]
 
     def _uncount(self, request: _Request) -> None:
-        if request.at is not None:
-            request.at.tokens -= request.weight
-            request.at.requests -= 1
+        at = request.at
+        if at is not None:
+            at.tokens -= request.weight
+            at.requests -= 1
         request.weight = 0
 
     def _leave(self, request: _Request) -> list[Command]:
@@ -343,14 +359,25 @@ class Router:
         source, request.source = request.source, None
         return [Release(request.id, source.name)] if source is not None and source.live else []
 
-    def _forget(self, request: _Request) -> list[Command]:
-        del self._requests[request.id]
-        return self._leave(request)
-
     def _instance(self, name: str) -> _Instance:
         if name not in self._instances:
             raise ValueError(f"instance {name!r} is not in the plan")
         return self._instances[name]
+
+    # by type: to try one class after the other takes several times as long
+    _takes: ClassVar[Mapping[type[Event], Callable[[Any, Any, int], list[Command]]]] = {
+        Arrived: _arrived,
+        KVReady: _kv_ready,
+        KVLanded: _kv_landed,
+        Finished: _finished,
+        PullFailed: _pull_failed,
+        Preempted: _preempted,
+        Cancelled: _cancelled,
+        PeerFailed: _peer_failed,
+        PeerJoined: _peer_joined,
+        Draining: _drain,
+        Tick: _tick,
+    }
 
 
 def _least(peers: Seq[_Instance], balance: Balance) -> _Instance:

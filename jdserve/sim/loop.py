@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from jdserve.core.plan import Plan
-from jdserve.cost.stepcost import NO_LIMIT, StepCost
+from jdserve.cost.stepcost import StepCost
 from jdserve.policy.build import router_for
 from jdserve.policy.commands import BriefStep, Command, Dispatch, Emit, Preempt, Pull, Reject, Release
 from jdserve.policy.events import (
@@ -35,8 +35,6 @@ from jdserve.sim.verdict import Verdict, Watch
 from jdserve.sim.workload import FS, Workload
 
 FS_PER_NS = 1_000_000
-
-END_OF_TIME = NO_LIMIT * FS
 
 
 class Loop:
@@ -67,7 +65,6 @@ class Loop:
         self._posted = 0
         self._now = 0
         self._ns = 0
-        self._next_arrival = workload.arrivals[0]
         self._ranks: list[int] = []  # of the events that have happened at this moment
         self._turn = 0
         self._events = 0
@@ -84,26 +81,25 @@ class Loop:
 
     def run(self) -> SimResult:
         """The whole run."""
-        arrivals, heap, watch = self._workload.arrivals, self._heap, self._watch
-        inbox = self._inbox
-        count, at = len(arrivals), 0
+        heap, inbox, watch, landing = self._heap, self._inbox, self._watch, self._landing
+        heappush(heap, (self._workload.arrivals[0], self._arriving, 0, None))
         while self._open and not (watch and watch.certain):
-            if at < count and (not heap or arrivals[at] < heap[0][0] or (arrivals[at], self._arriving) < heap[0]):
-                self._at(arrivals[at], self._arriving)
-                at += 1
-                self._next_arrival = arrivals[at] if at < count else END_OF_TIME
-                self._arrive(at - 1)
+            now, rank, version, what = heappop(heap)
+            if rank < landing and version != what.version:
+                continue
+            self._turn += 1
+            if now == self._now:
+                self._ranks.append(rank)
             else:
-                end, rank, version, what = heappop(heap)
-                if rank < self._landing and version != what.version:
-                    continue
-                self._at(end, rank)
-                if rank < self._landing:
-                    self._step_done(what)
-                elif rank == self._landing:
-                    self._landed(*what)
-                else:
-                    self._expire(what)
+                self._now, self._ns, self._ranks = now, now // FS_PER_NS, [rank]
+            if rank < landing:
+                self._step_done(what)
+            elif rank == landing:
+                self._landed(*what)
+            elif what is None:
+                self._arrive(version)
+            else:
+                self._expire(what)
             while inbox:
                 site, event = inbox.popleft()
                 if site is None:
@@ -111,13 +107,12 @@ class Loop:
                 else:
                     self._ask(site, event)
             if watch:
-                watch.passed(self._now)
+                watch.passed(now)
         return self._result()
 
     def _result(self) -> SimResult:
         for site in self._sites.values():
-            if site.hidden > 0 or site.untold:
-                self._sync(site)
+            self._sync(site)
         return SimResult(
             arrivals=self._workload.arrivals,
             started=tuple(self._started),
@@ -148,18 +143,23 @@ class Loop:
 
     def _arrive(self, index: int) -> None:
         work = self._workload
-        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], self._prefixes.of(index)))
+        later = index + 1
+        if later < len(work.arrivals):
+            # the heap holds the next arrival only
+            heappush(self._heap, (work.arrivals[later], self._arriving, later, None))
+        prefix = self._prefixes.of(index) if work.blocks else ()
+        self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], prefix))
 
     def _step_done(self, site: Site) -> None:
-        if site.hidden and not site.single:
-            other = self._heap[0] if self._heap else (END_OF_TIME, 0)
-            site.roll((other[0], other[1]), self._next_arrival)
-            site.version += 1
-            heappush(self._heap, (site.due(), site.index, site.version, site))
+        hidden = site.hidden
+        if hidden and not site.single:
+            site.roll(*self._heap[0][:2]) if self._heap else site.roll()
+            self._expect(site)
             return
-        if site.hidden:
-            site.jump(site.hidden)
-        self._tell(site)
+        if hidden:
+            site.jump(hidden, self._now)
+        if site.untold:
+            self._tell(site)
         site.hidden = UNKNOWN
         self._ask(site, StepDone(site.flights.popleft().step_id))
 
@@ -188,44 +188,50 @@ class Loop:
     def _ask_router(self, event: Event) -> None:
         self._events += 1
         for command in self._router.handle(event, self._ns):
-            if isinstance(command, Dispatch):
-                self._dispatch(command.request_id, self._sites[command.instance], command.source)
-            elif isinstance(command, Release):
+            # asked by type: isinstance takes several times as long where the class of a message is another one
+            if type(command) is Dispatch:
+                self._inbox.append((self._sites[command.instance], self._dispatched(command)))
+            elif type(command) is Release:
                 assert command.instance is not None
                 self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
-            elif isinstance(command, Reject):
+            elif type(command) is Reject:
                 self._reject(int(command.request_id), command.reason)
             else:
                 raise AssertionError(command)
 
-    def _dispatch(self, request_id: str, site: Site, source: str | None) -> None:
-        index, work = int(request_id), self._workload
+    def _dispatched(self, command: Dispatch) -> Event:
+        """What an instance hears of a request that it gets."""
+        request_id, source, work = command.request_id, command.source, self._workload
+        index = int(request_id)
         got = self._generated[index]
-        left, tokens = work.outputs[index] - got, work.inputs[index] + got
         if source is None:
-            self._inbox.append((site, Arrived(request_id, tokens, left, self._prefixes.of(index))))
-        else:
-            self._inbox.append((site, KVReady(request_id, source, tokens - 1, left)))
+            prefix = self._prefixes.of(index) if work.blocks else ()
+            return Arrived(request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
+        return KVReady(request_id, source, work.inputs[index] + got - 1, work.outputs[index] - got)
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
         if site.hidden > 0 or site.untold:
             self._sync(site)
         for command in site.machine.handle(event, self._ns):
-            if isinstance(command, BriefStep):
+            if type(command) is BriefStep:
                 if command.prompts:
                     self._prompts_start(command.prompts)
                 site.launch(command.step_id, command.work, self._now, self._turn)
-            elif isinstance(command, Emit):
+            elif type(command) is Emit:
                 self._emit(site, command)
-            elif isinstance(command, Release):
-                site.parked.pop(command.request_id, None)
-            elif isinstance(command, Pull):
+            elif type(command) is Release:
+                if site.parked:
+                    site.parked.pop(command.request_id, None)
+            elif type(command) is Pull:
                 self._pull(site, self._sites[command.source], command.request_id, command.tokens)
             else:
                 self._obey(site, command)
         if site.flights:
-            self._schedule(site)
+            hidden = site.decoder.horizon() if site.decoder else 0
+            if hidden != site.hidden:
+                site.hidden = hidden
+                self._expect(site)
 
     def _obey(self, site: Site, command: Command) -> None:
         match command:
@@ -242,22 +248,23 @@ class Loop:
                 raise AssertionError(command)
 
     def _emit(self, site: Site, emit: Emit) -> None:
-        index = int(emit.request_id)
+        request_id, now = emit.request_id, self._now
+        index = int(request_id)
         if self._first[index] == NEVER:
-            self._first[index] = self._now
+            self._first[index] = now
             if self._watch:
-                self._watch.first(index, self._now)
-        self._generated[index] += emit.count
+                self._watch.first(index, now)
+        self._generated[index] = got = self._generated[index] + emit.count
         if emit.finish is not None:
             self._end(index)
-            self._inbox.append((None, Finished(emit.request_id)))
+            self._inbox.append((None, Finished(request_id)))
         elif emit.parked:
-            site.parked[emit.request_id] = self._now
+            site.parked[request_id] = now
             if not site.timer:
                 self._watch_leases(site)
-            got = self._generated[index]
-            tokens, left = self._workload.inputs[index] + got - 1, self._workload.outputs[index] - got
-            self._inbox.append((None, KVReady(emit.request_id, site.name, tokens, left)))
+            work = self._workload
+            tokens, left = work.inputs[index] + got - 1, work.outputs[index] - got
+            self._inbox.append((None, KVReady(request_id, site.name, tokens, left)))
 
     def _end(self, index: int) -> None:
         self._ends[index] = self._now
@@ -290,38 +297,28 @@ class Loop:
             if self._started[index] == NEVER:
                 self._started[index] = self._now
 
-    def _schedule(self, site: Site) -> None:
+    def _expect(self, site: Site) -> None:
         """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
-        hidden = site.decoder.horizon() if site.decoder else 0
-        if hidden == site.hidden:
-            return
-        site.hidden = hidden
-        site.version += 1
-        heappush(self._heap, (site.due(), site.index, site.version, site))
-
-    def _at(self, now: int, rank: int) -> None:
-        """The next event happens."""
-        self._turn += 1
-        if now == self._now:
-            self._ranks.append(rank)
-            return
-        self._now, self._ranks = now, [rank]
-        self._ns = now // FS_PER_NS
+        site.version = version = site.version + 1
+        heappush(self._heap, (site.due(), site.index, version, site))
 
     def _sync(self, site: Site) -> None:
         """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
-        # those that end just now have ended before what comes behind them in the order of a moment
-        since = len(self._ranks) - (self._turn - site.launched)
-        passed = max(self._ranks[max(since, 0) :], default=-1)
-        site.sync(self._now if site.index < passed else self._now - 1)
-        self._tell(site)
+        if site.single and site.hidden > 0 and site.flights[0].end <= self._now:
+            site.sync(self._now if self._is_past(site) else self._now - 1)
+        if site.untold:
+            self._tell(site)
+
+    def _is_past(self, site: Site) -> bool:
+        """Whether steps of ``site`` that end just now have ended before what happens in the order of this moment."""
+        since = self._turn - site.launched
+        return since > 0 and max(self._ranks[-since:]) > site.index
 
     def _tell(self, site: Site) -> None:
-        """Tell the machine of the steps that have ended without a decision."""
-        if site.untold and site.decoder:
-            site.decoder.advance(site.untold, self._ns)
-            self._events += site.untold
-            site.untold = 0
+        assert site.decoder is not None
+        site.decoder.advance(site.untold, self._ns)
+        self._events += site.untold
+        site.untold = 0
 
     def _post(self, at: int, rank: int, what: object) -> None:
         self._posted += 1

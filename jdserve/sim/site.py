@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from jdserve.core.pages import PageCount
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
 from jdserve.core.steptime import StepFeatures
-from jdserve.cost.stepcost import FS, StepCost
+from jdserve.cost.stepcost import FS, NO_LIMIT, Lines, StepCost, line_fit
 from jdserve.policy.build import machine_for
 from jdserve.policy.decoding import DecodingScheduler
 
 UNKNOWN = -1
+
+END_OF_TIME = NO_LIMIT * FS
 
 
 class Flight:
@@ -21,19 +24,17 @@ class Flight:
         end: femtoseconds.
         step_id: of the machine.
         seqs, context: what it decodes: sequences, and the sum of their contexts.
-        took: femtoseconds in each stage.
-        slopes: what the stages take longer in the next step of the same sequences; None where it is not known.
+        lines: of the time that each stage takes (see :meth:`StepCost.lines`); None where it is no line, or unknown.
     """
 
-    __slots__ = ("context", "end", "seqs", "slopes", "step_id", "took")
+    __slots__ = ("context", "end", "lines", "seqs", "step_id")
 
-    def __init__(self, step_id: int, work: StepFeatures, took: tuple[int, ...]) -> None:
-        self.end = 0
+    def __init__(self, step_id: int, end: int, seqs: int, context: int, lines: Lines | None) -> None:
         self.step_id = step_id
-        self.seqs = work.decode_seqs
-        self.context = work.decode_context
-        self.took = took
-        self.slopes: tuple[int, ...] | None = None
+        self.end = end
+        self.seqs = seqs
+        self.context = context
+        self.lines = lines
 
     def later(self, steps: int) -> StepFeatures:
         """What the decode step ``steps`` steps later does, with the same sequences."""
@@ -67,6 +68,7 @@ class Site:
     """
 
     __slots__ = (
+        "_lines",
         "busy",
         "cost",
         "decoder",
@@ -97,6 +99,7 @@ class Site:
         pool = None if prefixes else PageCount(instance.pages, page_size)
         self.machine = machine_for(instance, page_size, pool=pool, brief=True)
         self.cost = cost
+        self._lines: dict[int, Lines | None] = {}  # by sequences
         self.flights: deque[Flight] = deque()
         self.untold = 0
         self.free = [0] * instance.pp
@@ -115,69 +118,103 @@ class Site:
 
     def launch(self, step_id: int, work: StepFeatures, now: int, turn: int) -> None:
         """Launch a step."""
-        flight = Flight(step_id, work, self.cost.stages(work))
-        self._pass(flight, now)
-        self.flights.append(flight)
+        seqs, context, new = work.decode_seqs, work.decode_context, work.new_tokens
+        lines = None
+        if not new:
+            lines = self._lines.get(seqs)
+            if lines is None:
+                lines = self._lines[seqs] = self.cost.lines(seqs)
+        if lines is None:
+            end = self._through(self.cost.stages(work), now)
+        elif self.single:
+            # nothing is in front of it
+            base, slope = lines[0]
+            took = base + slope * context
+            self.busy[0] += took
+            end = now + took
+        else:
+            end = self._through([base + slope * context for base, slope in lines], now)
+        self.flights.append(Flight(step_id, end, seqs, context, lines))
         self.steps += 1
-        self.tokens += work.new_tokens + flight.seqs
+        self.tokens += new + seqs
         self.launched = turn
         self.hidden = UNKNOWN
 
-    def _pass(self, flight: Flight, at: int) -> None:
-        """Send a step that is launched at ``at`` through all stages."""
+    def _through(self, times: Sequence[int], at: int) -> int:
+        """Send a step that is launched at ``at`` through all stages; when it has passed the last one."""
         free, busy = self.free, self.busy
-        for stage, took in enumerate(flight.took):
-            at = free[stage] = (at if at > free[stage] else free[stage]) + took
+        for stage, took in enumerate(times):
+            before = free[stage]
+            free[stage] = at = (at if at > before else before) + took
             busy[stage] += took
-        flight.end = at
+        return at
 
     def due(self) -> int:
         """The next end of a step that needs a decision, or, with several stages, a look."""
         flight = self.flights[0]
-        if self.hidden and self.single:
-            return flight.end + self.cost.run(flight.later(1), self.hidden)
+        if self.single and self.hidden:
+            return flight.end + self._run(flight, self.hidden)
         return flight.end
 
     def sync(self, until: int) -> None:
-        """Take the hidden steps that have ended by ``until``, where they are not taken one by one."""
-        if self.single:
-            flight = self.flights[0]
-            if flight.end <= until:
-                self.jump(1 + self.cost.steps_within(flight.later(1), until - flight.end))
-
-    def jump(self, count: int) -> None:
-        """Take hidden steps of an instance with one stage, in closed form."""
+        """Take the hidden steps of an instance with one stage that have ended by ``until``."""
         flight = self.flights[0]
-        took = self.cost.run(flight.later(1), count)
-        flight.end += took
+        budget = until - flight.end
+        if budget < 0:
+            return
+        if flight.lines is None:
+            count = 1 + self.cost.steps_within(flight.later(1), budget)
+        else:
+            base, slope = flight.lines[0]
+            grows = slope * flight.seqs
+            count = 1 + line_fit(base + slope * flight.context + grows, grows, budget)
+        self.jump(count, flight.end + self._run(flight, count))
+
+    def jump(self, count: int, end: int) -> None:
+        """Take hidden steps of an instance with one stage, after which the next one ends at ``end``."""
+        flight = self.flights[0]
+        tokens = count * flight.seqs
+        self.busy[0] += end - flight.end
+        flight.end = end
         flight.step_id += count
-        flight.context += count * flight.seqs
-        self.free[0] += took
-        self.busy[0] += took
-        self._count(count, flight.seqs)
+        flight.context += tokens
+        self.steps += count
+        self.tokens += tokens
+        self.hidden -= count
+        self.untold += count
 
-    def roll(self, before: tuple[int, int], arrival: int) -> None:
-        """Take hidden steps one by one, those that end before the event at ``before`` and not after ``arrival``."""
-        flights, index, cost = self.flights, self.index, self.cost
-        turns = len(flights)
-        while self.hidden:
-            flight = flights[0]
-            end = flight.end
-            if end > arrival or (end, index) >= before:
-                break
+    def _run(self, flight: Flight, count: int) -> int:
+        """Time of the ``count`` steps after ``flight``, of an instance with one stage."""
+        if flight.lines is None:
+            return self.cost.run(flight.later(1), count)
+        base, slope = flight.lines[0]
+        return count * (base + slope * flight.context) + slope * flight.seqs * (count * (count + 1) // 2)
+
+    def roll(self, limit: int = END_OF_TIME, rank: int = 0) -> None:
+        """Take hidden steps one by one, those that end before the event of ``rank`` at ``limit``."""
+        flights, free, busy, hidden = self.flights, self.free, self.busy, self.hidden
+        turns, steps, tokens = len(flights), 0, 0
+        last = limit if self.index < rank else limit - 1
+        flight = flights[0]
+        while steps < hidden and (at := flight.end) <= last:
             flights.rotate(-1)
+            seqs = flight.seqs
             flight.step_id += turns
-            flight.context += flight.seqs
-            if flight.slopes is not None:
-                flight.took = tuple(map(int.__add__, flight.took, flight.slopes))
+            flight.context = context = flight.context + seqs
+            if flight.lines is None:
+                flight.end = self._through(self.cost.stages(flight.later(0)), at)
             else:
-                work = flight.later(0)
-                flight.took, flight.slopes = cost.stages(work), cost.slopes(work)
-            self._pass(flight, end)
-            self._count(1, flight.seqs)
-
-    def _count(self, steps: int, seqs: int) -> None:
+                # as in _through, without a list of times: this is most of what a pipeline costs
+                for stage, (base, slope) in enumerate(flight.lines):
+                    took = base + slope * context
+                    busy[stage] += took
+                    before = free[stage]
+                    free[stage] = at = took + (at if at > before else before)
+                flight.end = at
+            steps += 1
+            tokens += seqs
+            flight = flights[0]
         self.steps += steps
-        self.tokens += steps * seqs
+        self.tokens += tokens
         self.hidden -= steps
         self.untold += steps
