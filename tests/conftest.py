@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
 
 # Not the user's cache: a test must not pass because of what an earlier run left there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,4 +1,4 @@
-"""The tiny model: 4 layers, 8 query and 4 KV heads, so that it splits over 1, 2 and 4 devices."""
+"""The tiny model: 2 layers, 8 query and 4 KV heads, so that it splits over 1, 2 and 4 devices, and 2 stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdserve.models.load import resolve
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return resolve(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"))
+    return resolve(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny", layers=2))
 
 
 @pytest.fixture(autouse=True)
