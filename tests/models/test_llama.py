@@ -15,7 +15,7 @@ from jdserve.core.errors import InvalidPlan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.hf_checkpoint import read_tensors
 from jdserve.models.registry import architectures, model_class
-from jdserve.models.skeleton import skeleton, tensor_shapes
+from jdserve.models.skeleton import checkpoint_parameters, skeleton
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -117,7 +117,7 @@ def names(spec, layers):
 
 def test_stages_hold_what_they_need(checkpoint):
     spec, tensors = checkpoint
-    assert tensor_shapes(spec) == tensors.shapes
+    assert {one.name: one.shape for one in checkpoint_parameters(spec)} == tensors.shapes
     first, middle, last = names(spec, range(1)), names(spec, range(1, 3)), names(spec, range(3, 4))
     assert first | middle | last == set(tensors.shapes)
     outer = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
