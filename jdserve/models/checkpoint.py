@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ FORMAT = 1
 """Version of the folder's layout and of what conversion computes; older folders are converted anew."""
 
 MANIFEST = "jdserve.json"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _CHUNK_BYTES = 8 << 20
 """Largest piece that Orbax reads or writes at once: a device reads little more than its part."""
 
@@ -132,8 +134,8 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
     """Tensor names by the group that stores them, in the order of first appearance."""
     grouped: dict[str, list[str]] = {}
     for name in names:
-        parts = name.split(".")
-        group = f"layer.{parts[2]}" if name.startswith("model.layers.") else name
+        layer = _LAYER.search(name)
+        group = f"layer.{layer[1]}" if layer else name
         grouped.setdefault(group, []).append(name)
     return grouped
 

@@ -73,16 +73,16 @@ def _target(source: Path) -> Path:
 
 def _write(source: Path, folder: Path, progress: Progress) -> None:
     progress("convert", 0.0)
-    # Not at the top: finding tensor_shapes loads flax, which a front door whose model is converted has no need of.
-    from jdserve.models.skeleton import tensor_shapes
+    # Not at the top: finding the weights loads flax, which a front door whose model is converted has no need of.
+    from jdserve.models.skeleton import checkpoint_parameters
 
     spec, tensors, vocabulary = _read(source)
-    wanted = tensor_shapes(spec)
-    check_tensors(tensors, wanted)
-    grouped = groups(wanted)
+    weights = {weight.name: weight for weight in checkpoint_parameters(spec)}
+    check_tensors(tensors, {name: shape for one in weights.values() for name, shape in one.tensors.items()})
+    grouped = groups(weights)
     for done, (group, names) in enumerate(grouped.items()):
         progress("convert", done / len(grouped))
-        save_group(folder, group, {name: tensors.read(name) for name in names})
+        save_group(folder, group, {name: weights[name].read(tensors.read) for name in names})
     write_description(folder, model_name(source.resolve()), spec, tensors.dtype, vocabulary)
     progress("convert", 1.0)
 

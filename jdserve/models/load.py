@@ -91,13 +91,13 @@ def load_params(
 
 
 def repeat_heads(array: jax.Array, heads: int, times: int, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Repeat each of ``heads`` blocks of rows of array [heads * head_dim, in] ``times`` times in a row."""
+    """Repeat each of ``heads`` blocks of rows of array [heads * head_dim, ...] ``times`` times in a row."""
     return jax.jit(partial(_repeat, heads=heads, times=times), out_shardings=sharding)(array)
 
 
 def _repeat(array: jax.Array, heads: int, times: int) -> jax.Array:
-    blocks = array.reshape(heads, -1, array.shape[1])
-    return jnp.repeat(blocks, times, axis=0).reshape(-1, array.shape[1])
+    blocks = array.reshape(heads, -1, *array.shape[1:])
+    return jnp.repeat(blocks, times, axis=0).reshape(-1, *array.shape[1:])
 
 
 def _as_stored(

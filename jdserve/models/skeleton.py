@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -19,14 +20,26 @@ class Parameter:
     """One weight of a model.
 
     Attributes:
-        name: of its tensor in a Hugging Face checkpoint.
+        name: of its tensor in a Hugging Face checkpoint, or of the stack of several.
         shape: as stored on the devices, that is with repeated KV heads.
         axes: logical name of each axis.
+        parts: names of the checkpoint's tensors that are stacked on a new first axis, such as those of all experts;
+            empty where the checkpoint holds the weight under ``name``.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the checkpoint's tensors that the weight is made of."""
+        return dict.fromkeys(self.parts, self.shape[1:]) if self.parts else {self.name: self.shape}
+
+    def read(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """The weight, from ``read(name)`` of its tensors."""
+        return np.stack([read(part) for part in self.parts]) if self.parts else read(self.name)
 
 
 @dataclass(frozen=True)
@@ -56,20 +69,25 @@ def skeleton(spec: ModelSpec, layers: range, *, kv_heads: int, dtype: DTypeLike)
     """
     cls = model_class(spec.architecture)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(spec, layers, kv_heads=kv_heads, dtype=dtype)))
-    parameters = tuple(
-        Parameter(
-            ".".join(map(str, path)), tuple(variable.get_value().shape), tuple(variable.get_metadata()["out_sharding"])
-        )
-        for path, variable in nnx.to_flat_state(state)
-    )
+    parameters = tuple(_parameter(path, variable) for path, variable in nnx.to_flat_state(state))
     return Skeleton(parameters, graphdef, jax.tree.structure(state))
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors that a checkpoint of ``spec`` must hold.
+def _parameter(path: Sequence[Any], variable: Any) -> Parameter:
+    *outer, _ = names = [str(name) for name in path]
+    metadata = variable.get_metadata()
+    return Parameter(
+        ".".join(names),
+        tuple(variable.get_value().shape),
+        tuple(metadata["out_sharding"]),
+        tuple(".".join((*outer, part)) for part in metadata.get("parts", ())),
+    )
+
+
+def checkpoint_parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
+    """Every weight of a whole model, as a checkpoint has it.
 
     Raises:
         InvalidPlan: the architecture is unknown.
     """
-    whole = skeleton(spec, range(spec.layers), kv_heads=spec.kv_heads, dtype="float32")
-    return {parameter.name: parameter.shape for parameter in whole.parameters}
+    return skeleton(spec, range(spec.layers), kv_heads=spec.kv_heads, dtype="float32").parameters
