@@ -45,6 +45,7 @@ __all__ = [
     "PrefillInstance",
     "Role",
     "TransportKind",
+    "WeightFormat",
     "Worker",
     "role_of",
 ]
@@ -54,6 +55,9 @@ PLAN_VERSION = 1
 LOCALHOST = "localhost"
 
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
+
+WeightFormat = Literal["int8"]
+"""How matrices may be stored other than in the plan's ``dtype``: 8-bit integers with a scale per output channel."""
 
 TransportKind = Literal["local", "shm", "pull", "device_put"]
 
@@ -132,8 +136,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         version: of this format.
-        model: ``smollm2-135m-instruct`` (built in), or the path of a checkpoint.
+        model: ``smollm2-135m-instruct`` (built in), the path of a checkpoint, or an id of the Hugging Face hub.
         dtype: of weights, activations and KV.
+        weights: how matrices are stored; None for in ``dtype``, or as the checkpoint was converted.
+        model_plugin: ``module:Class`` from outside the package that computes the model, None for what its architecture
+            says. Every worker imports it, so it must be installed there.
         page_size: token positions per page, the same on every instance.
         max_model_len: most tokens (prompt and output) of one request.
         slo: latency objective the plan was made for.
@@ -153,6 +160,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     version: Literal[1] = PLAN_VERSION
     model: str
     dtype: DType = "float32"
+    weights: WeightFormat | None = None
+    model_plugin: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
     page_size: Positive = 16
     max_model_len: Positive
     slo: SLO | None = None

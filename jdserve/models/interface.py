@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
+
+from jdserve.core.spec import ModelSpec
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """``attend(layer, q, k, v, kv) -> (out, kv)``: the attention of one layer, with whatever stores its keys and values.
@@ -32,4 +34,17 @@ class Model(Protocol):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Rows [N, hidden] to logits [N, vocab] float32; only where the layers end with the model's last."""
+        ...
+
+
+class Plugin(Protocol):
+    """A class from outside the package: a :class:`Model` that reads its own configuration."""
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """The spec of a parsed ``config.json``; a subclass of :class:`ModelSpec` may hold what that one lacks.
+
+        Raises:
+            InvalidPlan: a key is missing, or asks for something that is not computed.
+        """
         ...

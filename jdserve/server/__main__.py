@@ -21,7 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the server."""
     add = parser.add_argument
     add("--plan", type=Path, default=None, help="plan.json to serve (default: one prefill and one decode instance)")
-    add("--model", help="overrides the plan's model: a Hugging Face folder, a .gguf file, or a built-in name")
+    add(
+        "--model",
+        help="overrides the plan's model: a name that is known (smollm2-135m-instruct, gemma-3-270m), a Hugging Face"
+        " folder, a .gguf file, a folder of `jdserve convert`, or an id of the Hugging Face hub (owner/name)",
+    )
+    add("--weights", choices=("int8",), help="how matrices are stored; overrides the plan's (default: in its dtype)")
+    add(
+        "--model-plugin",
+        type=_plugin,
+        metavar="MODULE:CLASS",
+        help="class from outside jdserve that computes the model; every worker must be able to import it",
+    )
     add("--max-model-len", type=_positive, help="most tokens (prompt and output) of one request; overrides the plan's")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
@@ -58,6 +69,13 @@ def _address(text: str) -> tuple[str, int]:
     return host, _port(port)
 
 
+def _plugin(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise argparse.ArgumentTypeError(f"MODULE:CLASS is wanted, got {text!r}")
+    return text
+
+
 def _positive(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
@@ -83,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         Options(
             plan=args.plan or default_plan(),
             model=args.model,
+            weights=args.weights,
+            model_plugin=args.model_plugin,
             host=args.host,
             port=args.port,
             served_name=args.served_model_name,
