@@ -29,6 +29,7 @@ import numpy as np
 from jdserve.core.errors import CheckpointError
 from jdserve.core.plan import WeightFormat
 from jdserve.core.spec import DType, ModelSpec
+from jdserve.models.interface import SCALE
 from jdserve.models.progress import Progress, silent
 from jdserve.models.registry import read_spec
 from jdserve.models.source import Vocabulary
@@ -189,11 +190,11 @@ def model_name(source: Path) -> str:
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Tensor names by the group that stores them, in the order of first appearance."""
+    """Names of parameters by the group that stores them, in the order of first appearance."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         layer = _LAYER.search(name)
-        group = f"layer.{layer[1]}" if layer else name
+        group = f"layer.{layer[1]}" if layer else name.removesuffix(SCALE)
         grouped.setdefault(group, []).append(name)
     return grouped
 

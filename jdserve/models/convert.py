@@ -92,6 +92,10 @@ def convert_here(job: Conversion, progress: Progress = silent) -> None:
     """
     target = job.folder()
     partial = target.with_name(target.name + ".partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from None
     with exclusive(target):
         if _done(job, target):
             return

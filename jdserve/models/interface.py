@@ -16,6 +16,9 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, 
 [T, stored kv heads, head_dim]. Rotary embeddings are applied, the softmax scale 1 / sqrt(head_dim) is not.
 """
 
+SCALE = "_scale"
+"""What is added to the name of a parameter that is stored as integers to name its scales."""
+
 
 class Model(Protocol):
     """A range of layers of a decoder-only transformer, as a Flax NNX module.

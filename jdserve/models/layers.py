@@ -15,11 +15,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jdserve.core.spec import ModelSpec
-from jdserve.models.interface import Attend
+from jdserve.models.interface import SCALE, Attend
 from jdserve.models.rotary import Tables, rotate
-
-SCALE = "_scale"
-"""What is added to the name of a parameter that is stored as integers to name its scales."""
 
 
 def parameter(

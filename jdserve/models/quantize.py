@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jdserve.models.layers import SCALE
+from jdserve.models.interface import SCALE
 from jdserve.models.skeleton import Parameter
 
 LARGEST = 127

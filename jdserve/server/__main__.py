@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=("int8",), help="how matrices are stored; overrides the plan's (default: in its dtype)")
     add(
         "--model-plugin",
-        type=_plugin,
         metavar="MODULE:CLASS",
         help="class from outside jdserve that computes the model; every worker must be able to import it",
     )
@@ -67,13 +66,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host:
         raise argparse.ArgumentTypeError(f"HOST:PORT is wanted, got {text!r}")
     return host, _port(port)
-
-
-def _plugin(text: str) -> str:
-    module, _, name = text.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise argparse.ArgumentTypeError(f"MODULE:CLASS is wanted, got {text!r}")
-    return text
 
 
 def _positive(text: str) -> int:
