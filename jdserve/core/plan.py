@@ -304,6 +304,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             )
         for index, instance in enumerate(self.instances):
             spec.check_parallel(instance.tp, instance.pp, f"$.instances[{index}]")
+            if not isinstance(instance, DecodeInstance) and instance.prefix_cache:
+                spec.check_prefix_cache(self.max_model_len, f"$.instances[{index}].prefix_cache")
 
     def _check_roles(self) -> None:
         roles = {type(instance) for instance in self.instances}

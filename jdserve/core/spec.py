@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
-from msgspec import Meta
 
-from jdserve.core import jsonio
 from jdserve.core.errors import InvalidPlan
+from jdserve.core.modelconfig import read_config, write_config
+from jdserve.core.rope import RopeScaling
 
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-Size = Annotated[int, Meta(ge=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-
-LLAMA_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Architectures whose layers are those of LLaMA."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,14 +23,26 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         architecture: first entry of ``architectures`` in ``config.json``; names the module in ``models/``.
-        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; ``hidden`` need not be heads * head_dim.
-        context: most positions the model is trained for.
+        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; ``hidden`` need not be heads * head_dim, and
+            ``ffn`` is the width of one expert where there are experts.
+        context: most positions the model is made for, rotary scaling included.
         rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of RMSNorm.
+        norm_eps: epsilon of the norms.
         tied_embeddings: the output projection is the embedding table.
         gated: the FFN has a gate and an up projection; without, one.
         learned_positions: a table of position embeddings beside that of tokens, not rotary embeddings.
         bos, eos: token ids; ``eos`` holds every id that ends a text.
+        rope_scaling: how the rotary frequencies are scaled, None for not at all.
+        window: tokens, the new one included, that a token attends to; None for all.
+        full_layers: layers that attend to all tokens although there is a window.
+        local_rope_theta: base of the unscaled rotary frequencies of the layers with a window, None where they use
+            those of the others.
+        query_scalar: attention scores are divided by its root; None for ``head_dim``.
+        pre_norm: layers norm what they read; without, the sum of what they read and write.
+        embed_width: width of the embedding table where it is not ``hidden``.
+        experts: feed-forwards per layer that a router chooses from, 0 for one without a router.
+        experts_per_token: of them, for each token.
+        normalized_routing: the weights of the chosen experts sum to 1.
     """
 
     architecture: str
@@ -55,6 +61,16 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learned_positions: bool = False
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    query_scalar: float | None = None
+    pre_norm: bool = True
+    embed_width: int | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    normalized_routing: bool = True
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"):
@@ -62,7 +78,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InvalidPlan(f"$.{name}", f"must be at least 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise InvalidPlan("$.kv_heads", f"{self.kv_heads} KV heads do not divide {self.heads} query heads")
-        if self.head_dim % 2:
+        if not 0 <= self.experts_per_token <= self.experts or (self.experts and not self.experts_per_token):
+            raise InvalidPlan(
+                "$.experts_per_token", f"must be between 1 and the {self.experts} experts, got {self.experts_per_token}"
+            )
+        if self.head_dim % 2 and not self.learned_positions:
             raise InvalidPlan("$.head_dim", f"must be even for rotary embeddings, got {self.head_dim}")
 
     @classmethod
@@ -72,33 +92,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InvalidPlan: a key is missing, or asks for something that the architecture here does not compute.
         """
-        architecture = jsonio.convert(config, _Architectures).architectures[0]
-        if architecture not in LLAMA_ARCHITECTURES:
-            raise InvalidPlan(
-                "$.architectures", f"{architecture} is not supported; supported: {', '.join(LLAMA_ARCHITECTURES)}"
-            )
-        read = jsonio.convert(config, _Config)
-        for key, only in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-            if getattr(read, key) != only:
-                raise InvalidPlan(f"$.{key}", f"only {only!r} is supported, got {getattr(read, key)!r}")
-        eos = read.eos_token_id
-        return cls(
-            architecture=architecture,
-            layers=read.num_hidden_layers,
-            hidden=read.hidden_size,
-            ffn=read.intermediate_size,
-            heads=read.num_attention_heads,
-            kv_heads=read.num_key_value_heads or read.num_attention_heads,
-            head_dim=read.head_dim or read.hidden_size // read.num_attention_heads,
-            vocab=read.vocab_size,
-            # Inside its window a sliding-window model computes plain causal attention.
-            context=min(read.max_position_embeddings, read.sliding_window or read.max_position_embeddings),
-            rope_theta=_rope_theta(read),
-            norm_eps=read.rms_norm_eps,
-            tied_embeddings=read.tie_word_embeddings,
-            bos=read.bos_token_id,
-            eos=() if eos is None else (eos,) if isinstance(eos, int) else eos,
-        )
+        return cls(**read_config(config))
 
     @classmethod
     def read(cls, path: str | Path) -> ModelSpec:
@@ -121,31 +115,32 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` that :meth:`from_config` reads back to this spec."""
-        return {
-            "architectures": [self.architecture],
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied_embeddings,
-            "bos_token_id": self.bos,
-            "eos_token_id": list(self.eos),
-            "model_type": "llama",
-        }
+        return write_config(self)
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that layer ``layer`` attends to, None for all."""
+        return None if layer in self.full_layers else self.window
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the matrices of one layer, those of all experts and their router included."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        expert = (3 if self.gated else 2) * self.hidden * self.ffn
+        return attention + (self.experts * (expert + self.hidden) if self.experts else expert)
+
+    @property
+    def table_weights(self) -> int:
+        """Weights of the embedding table, with the two projections around it where it is narrower than the layers."""
+        width = self.embed_width or self.hidden
+        return self.vocab * width + (2 * self.hidden * width if self.embed_width else 0)
 
     @property
     def parameters(self) -> int:
-        """Number of weights, biases left out."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        layer = attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
-        tables = self.vocab * (1 if self.tied_embeddings else 2) + (self.context if self.learned_positions else 0)
-        return self.layers * layer + self.hidden + self.hidden * tables
+        """Number of weights; biases and the norms of single heads are left out."""
+        head = 0 if self.tied_embeddings else self.vocab * (self.embed_width or self.hidden)
+        positions = self.hidden * self.context if self.learned_positions else 0
+        layer = self.layer_weights + 2 * self.hidden
+        return self.layers * layer + self.hidden + self.table_weights + head + positions
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
         """Bytes of KV of one token over all layers and KV heads, without replication."""
@@ -159,16 +154,17 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check tensor- and pipeline-parallel degrees against this model.
 
         TP must divide the query heads, and either divide the KV heads or be a multiple of them (each KV head is then
-        replicated); PP must divide the layers; TP must divide the FFN width.
+        replicated); PP must divide the layers; TP must divide the FFN width, or the experts where there are some.
 
         Raises:
             InvalidPlan: at ``path`` + ``.tp`` or ``.pp``, with the values that would be valid.
         """
         if not self._tp_fits(tp):
             valid = [degree for degree in range(1, self.heads + 1) if self._tp_fits(degree)]
+            width = f"{self.experts} experts" if self.experts else f"FFN width {self.ffn}"
             raise InvalidPlan(
                 f"{path}.tp",
-                f"{tp} does not fit {self.heads} query heads, {self.kv_heads} KV heads and FFN width {self.ffn};"
+                f"{tp} does not fit {self.heads} query heads, {self.kv_heads} KV heads and {width};"
                 f" valid: {', '.join(map(str, valid))}",
             )
         if self.layers % pp:
@@ -177,54 +173,22 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{path}.pp", f"{pp} does not divide {self.layers} layers; valid: {', '.join(map(str, valid))}"
             )
 
+    def check_prefix_cache(self, longest: int, path: str) -> None:
+        """Check that the same tokens have the same KV in every prompt of at most ``longest`` tokens.
+
+        Dynamic rotary scaling does not give that: what it rotates by depends on the length of the prompt.
+
+        Raises:
+            InvalidPlan: at ``path``.
+        """
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic" and longest > scaling.original_context:
+            raise InvalidPlan(
+                path,
+                "must be false: with dynamic rotary scaling the KV of a prefix depends on the length of the prompt,"
+                f" and max_model_len {longest} is above {scaling.original_context}",
+            )
+
     def _tp_fits(self, tp: int) -> bool:
         kv_fits = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
-        return self.heads % tp == 0 and kv_fits and self.ffn % tp == 0
-
-
-class _Rope(msgspec.Struct):
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: PositiveFloat | None = None
-
-
-class _Architectures(msgspec.Struct):
-    architectures: Annotated[tuple[str, ...], Meta(min_length=1)]
-
-
-class _Config(_Architectures, kw_only=True):
-    """The keys of ``config.json`` that decide what is computed; the others do not matter here."""
-
-    num_hidden_layers: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_attention_heads: Size
-    vocab_size: Size
-    max_position_embeddings: Size
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    sliding_window: Size | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    hidden_act: str = "silu"
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-
-
-def _rope_theta(config: _Config) -> float:
-    """Base frequency, from the flat key or from ``rope_parameters`` (newer configs); scaled variants are refused."""
-    for key in ("rope_scaling", "rope_parameters"):
-        rope: _Rope | None = getattr(config, key)
-        if rope is None:
-            continue
-        kind = rope.rope_type or rope.type or "default"
-        if kind != "default":
-            raise InvalidPlan(f"$.{key}", f"rotary scaling {kind!r} is not supported; supported: 'default'")
-        if rope.rope_theta is not None:
-            return rope.rope_theta
-    return config.rope_theta
+        return self.heads % tp == 0 and kv_fits and (self.experts or self.ffn) % tp == 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -50,13 +51,21 @@ class Block(nnx.Module):
 class Trunk(nnx.Module):
     """Everything under ``model.`` in a checkpoint, as far as the range of layers needs it."""
 
-    def __init__(self, spec: ModelSpec, layers: range, kv_heads: int, dtype: DTypeLike, block: MakeBlock) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: range,
+        kv_heads: int,
+        dtype: DTypeLike,
+        block: MakeBlock,
+        norm: Callable[[int, float, DTypeLike], RMSNorm],
+    ) -> None:
         last = layers.stop == spec.layers
         if layers.start == 0 or (last and spec.tied_embeddings):
             self.embed_tokens = Embedding(spec.vocab, spec.hidden, dtype)
         self.layers = nnx.Dict({str(layer): block(spec, layer, kv_heads, dtype) for layer in layers})
         if last:
-            self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+            self.norm = norm(spec.hidden, spec.norm_eps, dtype)
 
 
 class Decoder(nnx.Module):
@@ -64,11 +73,13 @@ class Decoder(nnx.Module):
 
     Attributes:
         block: makes a layer; what a family sets.
+        norm: makes the norm after the last layer.
         spec: of the whole model.
         range: the layers in here.
     """
 
     block: MakeBlock = Block
+    norm: Callable[[int, float, DTypeLike], RMSNorm] = RMSNorm
 
     def __init__(self, spec: ModelSpec, layers: range, *, kv_heads: int, dtype: DTypeLike) -> None:
         """Build with zero weights; under :func:`flax.nnx.eval_shape` with none at all.
@@ -85,7 +96,7 @@ class Decoder(nnx.Module):
         check_range(spec, layers, kv_heads)
         self.spec = spec
         self.range = layers
-        self.model = Trunk(spec, layers, kv_heads, dtype, type(self).block)
+        self.model = Trunk(spec, layers, kv_heads, dtype, type(self).block, type(self).norm)
         if layers.stop == spec.layers and not spec.tied_embeddings:
             self.lm_head = Embedding(spec.vocab, spec.hidden, dtype)
 
@@ -93,10 +104,19 @@ class Decoder(nnx.Module):
         """Token ids [T] int32 to residual stream [T, hidden]."""
         return self.model.embed_tokens(tokens)
 
-    def layers(self, x: jax.Array, positions: jax.Array, attend: Attend, kv: Any) -> tuple[jax.Array, Any]:
-        """Run the layers over x [T, hidden] at positions [T] int32; ``kv`` goes from one ``attend`` to the next."""
-        rotary = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
+    def layers(
+        self, x: jax.Array, positions: jax.Array, attend: Attend, kv: Any, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Run the layers over x [T, hidden] at positions [T] int32; see :class:`~jdserve.models.interface.Model`."""
+        spec = self.spec
+        if lengths is None:
+            lengths = jnp.broadcast_to(positions.max() + 1, positions.shape)
+        far = rotary_tables(positions, lengths, spec.head_dim, spec.rope_theta, spec.rope_scaling)
+        near = far
+        if spec.local_rope_theta is not None:
+            near = rotary_tables(positions, lengths, spec.head_dim, spec.local_rope_theta)
         for layer, index in enumerate(self.range):
+            rotary = far if spec.window_of(index) is None else near
             x, kv = self.model.layers[str(index)](x, rotary, attend, layer, kv)
         return x, kv
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 
 from jdserve.core.spec import ModelSpec
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""``attend(layer, q, k, v, kv) -> (out, kv)``: the attention of one layer, with whatever stores its keys and values.
-
-``layer`` counts from the first layer of the module; q and out are [T, heads, head_dim], k and v
-[T, stored kv heads, head_dim]. Rotary embeddings are applied, the softmax scale 1 / sqrt(head_dim) is not.
-"""
-
 SCALE = "_scale"
 """What is added to the name of a parameter that is stored as integers to name its scales."""
+
+
+class Attend(Protocol):
+    """The attention of one layer, with whatever stores its keys and values."""
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, window: int | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Attend, causally.
+
+        Args:
+            layer: counts from the first layer of the module.
+            q: [T, heads, head_dim], rotary embeddings applied; the softmax scale 1 / sqrt(head_dim) is not.
+            k: [T, stored kv heads, head_dim], rotary embeddings applied.
+            v: [T, stored kv heads, head_dim].
+            kv: the store.
+            window: tokens to attend to, the row's own included; None for all.
+
+        Returns:
+            ``out`` as q, and the store.
+        """
+        ...
 
 
 class Model(Protocol):
@@ -31,8 +46,20 @@ class Model(Protocol):
         """Token ids [T] int32 to residual stream [T, hidden]; only where the layers start at 0."""
         ...
 
-    def layers(self, x: jax.Array, positions: jax.Array, attend: Attend, kv: Any) -> tuple[jax.Array, Any]:
-        """Run all layers of the range over x [T, hidden] at positions [T] int32."""
+    def layers(
+        self, x: jax.Array, positions: jax.Array, attend: Attend, kv: Any, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Run all layers of the range over x [T, hidden].
+
+        Args:
+            x: residual stream.
+            positions: of its rows, [T] int32.
+            attend: called once per layer.
+            kv: goes from one ``attend`` to the next.
+            lengths: [T] int32, for each row the length of sequence by which rotary positions of kind ``dynamic`` are
+                scaled: that of the prompt, or position + 1 where that is more. None where the rows are one whole
+                sequence.
+        """
         ...
 
     def logits(self, x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ carries a logical name for each axis, which the loader maps to a mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +175,9 @@ class Attention(nnx.Module):
         bias: bool = False,
         qk_norm: Callable[[], RMSNorm] | None = None,
     ) -> None:
-        self.head_dim = spec.head_dim
+        self.head_dim, self.window = spec.head_dim, spec.window_of(layer)
+        # What is left to do about the scale, which ``attend`` takes for 1 / sqrt(head_dim).
+        self.scale = math.sqrt(spec.head_dim / spec.query_scalar) if spec.query_scalar else 1.0
         queries, keys = spec.heads * spec.head_dim, kv_heads * spec.head_dim
         self.q_proj = Linear((queries, spec.hidden), ("heads", "embed"), dtype, bias=bias)
         self.k_proj = Linear((keys, spec.hidden), ("kv_heads", "embed"), dtype, bias=bias)
@@ -189,8 +192,8 @@ class Attention(nnx.Module):
         q, k, v = (part(x).reshape(rows, -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotate(heads, *rotary).astype(x.dtype) for heads in (q, k))
-        out, kv = attend(layer, q, k, v.astype(x.dtype), kv)
+        q, k = (rotate(heads, *rotary).astype(x.dtype) for heads in (q * self.scale, k))
+        out, kv = attend(layer, q, k, v.astype(x.dtype), kv, self.window)
         return self.o_proj(out.reshape(rows, -1)), kv
 
 

@@ -22,6 +22,12 @@ GROUP = "jdserve.models"
 _MODELS = (
     ("LlamaForCausalLM", "jdserve.models.llama:Llama"),
     ("MistralForCausalLM", "jdserve.models.llama:Llama"),
+    ("MixtralForCausalLM", "jdserve.models.mixtral:Mixtral"),
+    ("Qwen2ForCausalLM", "jdserve.models.qwen2:Qwen2"),
+    ("Qwen3ForCausalLM", "jdserve.models.qwen3:Qwen3"),
+    ("Qwen3MoeForCausalLM", "jdserve.models.qwen3_moe:Qwen3Moe"),
+    ("Gemma3ForCausalLM", "jdserve.models.gemma3:Gemma3"),
+    ("OPTForCausalLM", "jdserve.models.opt:Opt"),
 )
 
 

@@ -10,7 +10,8 @@ page), S tokens per page, H query heads, K stored KV heads, D head dimension, W 
 - a block table is ``int32[W]``, zero (the null page) past its end.
 
 Both work through the pool in chunks of pages with a running log-sum-exp, and the number of chunks follows the longest
-*real* context, not the width of the table: one program serves every length.
+*real* context, not the width of the table: one program serves every length. A layer with a window of W tokens attends
+to the new token and the W - 1 before it, and chunks that lie before every window are not read; their pages stay.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def write_kv(pool: KVPool, layer: int, k: Array, v: Array, pages: Array, rows: A
     )
 
 
-def decode_attention(q: Array, pool: KVPool, layer: int, tables: Array, context: Array) -> Array:
+def decode_attention(
+    q: Array, pool: KVPool, layer: int, tables: Array, context: Array, window: int | None = None
+) -> Array:
     """Attention of one new token per sequence over its pages.
 
     Args:
@@ -116,6 +119,7 @@ def decode_attention(q: Array, pool: KVPool, layer: int, tables: Array, context:
         layer: which layer of the pool.
         tables: ``int32[B, W]`` block tables.
         context: ``int32[B]`` tokens to attend to, the new one included; 0 for a padding row.
+        window: most tokens to attend to, None for all.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q``.
@@ -125,21 +129,33 @@ def decode_attention(q: Array, pool: KVPool, layer: int, tables: Array, context:
     tables, step = _pages_per_chunk(tables, page_size)
     grouped = _scaled(q).reshape(batch * kv_heads, heads // kv_heads, head_dim)
     places = step * page_size
+    start = jnp.zeros_like(context) if window is None else jnp.maximum(context - window, 0)
+    # A padding row begins nowhere: it must not hold the others back.
+    first = jnp.where(context > 0, start, context.max()).min() // places
 
     def chunk(index: Array, state: _Softmax) -> _Softmax:
         pages = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
-        alive = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :] < context[:, None]
+        place = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :]
+        alive = (place < context[:, None]) & (place >= start[:, None])
         keys, values = _read_pages(pool, layer, pages, alive, q.dtype)
         mask = jnp.repeat(alive, kv_heads, axis=0)[:, None, :]
         flat = (batch * kv_heads, places, head_dim)
         return state.merge(grouped, keys.reshape(flat), values.reshape(flat), mask, heads // kv_heads)
 
-    state = lax.fori_loop(0, -(-context.max() // places), chunk, _empty_softmax(grouped))
+    state = lax.fori_loop(first, -(-context.max() // places), chunk, _empty_softmax(grouped))
     return state.output().astype(q.dtype).reshape(batch, heads, head_dim)
 
 
 def prefill_attention(
-    q: Array, k: Array, v: Array, pool: KVPool, layer: int, segments: Array, tables: Array, prefix: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    pool: KVPool,
+    layer: int,
+    segments: Array,
+    tables: Array,
+    prefix: Array,
+    window: int | None = None,
 ) -> Array:
     """Causal attention of packed prompt chunks, each over its own paged prefix and itself.
 
@@ -154,6 +170,7 @@ def prefill_attention(
         segments: ``int32[T]`` which chunk a token belongs to; R for padding.
         tables: ``int32[R, W]`` block tables of the chunks.
         prefix: ``int32[R]`` tokens before each chunk.
+        window: most tokens to attend to, None for all.
 
     Returns:
         ``[T, H, D]`` in the dtype of ``q``.
@@ -165,20 +182,29 @@ def prefill_attention(
     grouped = _scaled(q).reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
     grouped = grouped.reshape(kv_heads, tokens * group, head_dim)
     places = step * page_size
+    order = jnp.arange(tokens, dtype=jnp.int32)
+    # Rows of a chunk lie together, so a token's offset in it is its distance from the first of them.
+    begins = jnp.full(prefix.shape[0] + 1, tokens, jnp.int32).at[segments].min(order)
+    offset = order - begins[segments]
 
     def one_segment(segment: Array, state: _Softmax) -> _Softmax:
         def chunk(index: Array, state: _Softmax) -> _Softmax:
             pages = lax.dynamic_slice(tables, (segment, index * step), (1, step))
-            alive = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :] < prefix[segment]
+            place = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :]
+            alive = place < prefix[segment]
             keys, values = _read_pages(pool, layer, pages, alive, q.dtype)
             mask = (segments == segment)[:, None] & alive
+            if window is not None:
+                mask &= prefix[segment] + offset[:, None] - place < window
             return state.merge(grouped, keys[0], values[0], mask[None], group)
 
-        return lax.fori_loop(0, -(-prefix[segment] // places), chunk, state)
+        first = 0 if window is None else jnp.maximum(prefix[segment] - window + 1, 0) // places
+        return lax.fori_loop(first, -(-prefix[segment] // places), chunk, state)
 
     state = lax.fori_loop(0, prefix.shape[0], one_segment, _empty_softmax(grouped))
-    order = jnp.arange(tokens)
     causal = (order[None, :] <= order[:, None]) & (segments[None, :] == segments[:, None])
+    if window is not None:
+        causal &= order[:, None] - order[None, :] < window
     state = state.merge(grouped, k.swapaxes(0, 1), v.swapaxes(0, 1), causal[None], group)
     out = state.output().astype(q.dtype).reshape(kv_heads, tokens, group, head_dim)
     return out.swapaxes(0, 1).reshape(tokens, heads, head_dim)
@@ -188,8 +214,8 @@ def prefill_attention(
 class AttentionOps:
     """The two attention functions of one back end; signatures and meaning as in this module."""
 
-    decode: Callable[[Array, KVPool, int, Array, Array], Array]
-    prefill: Callable[[Array, Array, Array, KVPool, int, Array, Array, Array], Array]
+    decode: Callable[[Array, KVPool, int, Array, Array, int | None], Array]
+    prefill: Callable[[Array, Array, Array, KVPool, int, Array, Array, Array, int | None], Array]
 
 
 _OPS: Mapping[str, AttentionOps] = {"xla": AttentionOps(decode_attention, prefill_attention)}

@@ -19,10 +19,17 @@ LEAST_TEMPERATURE = 1e-5
 
 
 class FixedState(NamedTuple):
-    """Per-sequence state that no step changes: sampling parameters, and ``bool[slots + 1, V]`` of prompt tokens."""
+    """Per-sequence state that no step changes.
+
+    Attributes:
+        sampling: parameters.
+        in_prompt: ``bool[slots + 1, V]`` tokens of the prompt.
+        prompt_tokens: ``int32[slots + 1]`` length of the prompt as the client sent it.
+    """
 
     sampling: SamplingRows
     in_prompt: Array
+    prompt_tokens: Array
 
 
 class LiveState(NamedTuple):
@@ -57,7 +64,7 @@ class Admission(NamedTuple):
 def empty_state(slots: int, width: int, vocab: int) -> tuple[FixedState, LiveState]:
     """State with no sequence in it, for ``slots`` sequences of ``width`` pages."""
     rows = slots + 1
-    fixed = FixedState(default_rows(rows, vocab), jnp.zeros((rows, vocab), jnp.bool_))
+    fixed = FixedState(default_rows(rows, vocab), jnp.zeros((rows, vocab), jnp.bool_), jnp.zeros(rows, jnp.int32))
     live = LiveState(
         last_token=jnp.zeros(rows, jnp.int32),
         context=jnp.zeros(rows, jnp.int32),
@@ -130,7 +137,9 @@ def admit(fixed: FixedState, live: LiveState, row: Admission) -> tuple[FixedStat
         *(rows.at[slot].set(value) for rows, value in zip(fixed.sampling, row.sampling, strict=True))
     )
     return (
-        FixedState(sampling, fixed.in_prompt.at[slot].set(in_prompt)),
+        FixedState(
+            sampling, fixed.in_prompt.at[slot].set(in_prompt), fixed.prompt_tokens.at[slot].set(row.prompt_tokens)
+        ),
         LiveState(
             last_token=live.last_token.at[slot].set(row.last_token),
             context=live.context.at[slot].set(row.context),

@@ -60,6 +60,7 @@ class _Rows(NamedTuple):
 
     tokens: Array
     positions: Array
+    lengths: Array
     pages: Array
     offsets: Array
     segment_tables: Array
@@ -67,7 +68,7 @@ class _Rows(NamedTuple):
     decode_context: Array
 
 
-def _rows(inputs: StepInputs, live: LiveState, page_size: int) -> _Rows:
+def _rows(inputs: StepInputs, fixed: FixedState, live: LiveState, page_size: int) -> _Rows:
     token, position, segment, _ = inputs.chunk_tokens
     slots = inputs.decodes[0]
     dummy = live.last_token.shape[0] - 1
@@ -80,6 +81,7 @@ def _rows(inputs: StepInputs, live: LiveState, page_size: int) -> _Rows:
     return _Rows(
         tokens=jnp.concatenate((token, jnp.where(told >= 0, told, live.last_token[slots]))),
         positions=positions,
+        lengths=jnp.maximum(fixed.prompt_tokens[row_slots], positions + 1),
         pages=live.tables[row_slots, positions // page_size],
         offsets=positions % page_size,
         segment_tables=live.tables[inputs.chunks[0]],
@@ -109,20 +111,24 @@ def step_program(
         module = model.merge(leaves)
         slots, column, page, _ = inputs.decodes
         live = live._replace(tables=live.tables.at[slots, column].set(page, mode="drop"))
-        rows = _rows(inputs, live, page_size)
+        rows = _rows(inputs, fixed, live, page_size)
 
-        def attend(layer: int, q: Array, k: Array, v: Array, pool: KVPool) -> tuple[Array, KVPool]:
-            pool = write_kv(pool, layer, k, v, rows.pages, rows.offsets)
+        def attend(
+            layer: int, q: Array, k: Array, v: Array, kv: KVPool, window: int | None = None
+        ) -> tuple[Array, KVPool]:
+            pool = write_kv(kv, layer, k, v, rows.pages, rows.offsets)
             parts: list[Array] = []
             if tokens:
                 segment, prefix = inputs.chunk_tokens[2], inputs.chunks[1]
                 new = (q[:tokens], k[:tokens], v[:tokens])
-                parts.append(attention.prefill(*new, pool, layer, segment, rows.segment_tables, prefix))
+                parts.append(attention.prefill(*new, pool, layer, segment, rows.segment_tables, prefix, window))
             if shape.seqs:
-                parts.append(attention.decode(q[tokens:], pool, layer, rows.decode_tables, rows.decode_context))
+                tables, context = rows.decode_tables, rows.decode_context
+                parts.append(attention.decode(q[tokens:], pool, layer, tables, context, window))
             return jnp.concatenate(parts), pool
 
-        hidden, pool = module.layers(module.embed(rows.tokens) if first else given, rows.positions, attend, pool)
+        hidden = module.embed(rows.tokens) if first else given
+        hidden, pool = module.layers(hidden, rows.positions, attend, pool, rows.lengths)
         ends = jnp.concatenate((inputs.chunks[2], tokens + jnp.arange(shape.seqs, dtype=jnp.int32)))
         position = rows.positions[ends] + 1
         to = _complete(inputs, dummy=live.last_token.shape[0] - 1)

@@ -18,7 +18,10 @@ class ShardingRules:
     """Mesh axis of each logical axis, None for replicated. The default is Megatron-style tensor parallelism.
 
     Column-parallel projections split ``heads``, ``kv_heads`` and ``mlp``, row-parallel ones contract over them, so a
-    layer costs two all-reduces. ``vocab`` splits the embedding table and the output projection.
+    layer costs two all-reduces. ``vocab`` splits the embedding table and the output projection. ``experts`` splits
+    the experts of a layer, each whole (``expert_mlp``), while every device routes every token (``router``).
+    ``head_dim`` is inside a head, ``positions`` counts the rows of a table of positions, and ``word_embed`` is the
+    width of an embedding table where it is not ``embed``.
     """
 
     vocab: str | None = TENSOR_AXIS
@@ -26,6 +29,12 @@ class ShardingRules:
     heads: str | None = TENSOR_AXIS
     kv_heads: str | None = TENSOR_AXIS
     mlp: str | None = TENSOR_AXIS
+    experts: str | None = TENSOR_AXIS
+    expert_mlp: str | None = None
+    router: str | None = None
+    head_dim: str | None = None
+    positions: str | None = None
+    word_embed: str | None = None
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Sharding of an array of ``shape`` whose dimensions have the logical names ``axes``.

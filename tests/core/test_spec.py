@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from families import CONFIGS as TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from jdserve.core.errors import InvalidPlan
 from jdserve.core.spec import ModelSpec
 
 SPEC = ModelSpec.from_config(SMOLLM2)
+CONFIGS = {"smollm2": SMOLLM2, "llama3-8b": LLAMA3, "mistral-7b": MISTRAL, **TINY}
 
 REQUIRED = (
     "hidden_size",
@@ -71,12 +73,13 @@ def test_llama3() -> None:
     assert spec.kv_bytes_per_token("bfloat16") == 131_072
 
 
-def test_mistral_is_served_inside_its_window() -> None:
+def test_mistral_has_a_window_in_every_layer() -> None:
     spec = ModelSpec.from_config(MISTRAL)
-    assert (spec.architecture, spec.context) == ("MistralForCausalLM", 4096)
+    assert (spec.architecture, spec.context, spec.window) == ("MistralForCausalLM", 32768, 4096)
     assert spec.parameters == 7_241_732_096
-    assert ModelSpec.from_config({**MISTRAL, "sliding_window": None}).context == 32768
-    assert ModelSpec.from_config({**MISTRAL, "sliding_window": 65536}).context == 32768
+    assert {spec.window_of(layer) for layer in range(32)} == {4096}
+    assert ModelSpec.from_config({**MISTRAL, "sliding_window": None}).window is None
+    assert ModelSpec.from_config(without(MISTRAL, "sliding_window")).window == 4096
 
 
 def test_keys_that_may_be_absent() -> None:
@@ -114,9 +117,24 @@ def test_other_architectures_are_refused(config: dict[str, Any], found: str) -> 
         ("attention_bias", True, "$.attention_bias: only False is supported, got True"),
         ("mlp_bias", True, "$.mlp_bias: only False is supported, got True"),
         ("hidden_act", "gelu", "$.hidden_act: only 'silu' is supported, got 'gelu'"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "$.rope_scaling: rotary scaling 'llama3' is not"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "$.rope_scaling: rotary scaling 'linear' is not"),
-        ("rope_parameters", {"rope_type": "yarn"}, "$.rope_parameters: rotary scaling 'yarn' is not"),
+        ("rope_scaling", {"rope_type": "longrope"}, "$.rope_scaling: rotary scaling 'longrope' is not supported"),
+        (
+            "rope_scaling",
+            {"type": "su"},
+            "$.rope_scaling: rotary scaling 'su' is not supported; supported: 'default', ",
+        ),
+        ("rope_parameters", {"rope_type": "mrope"}, "$.rope_parameters: rotary scaling 'mrope' is not supported"),
+        ("rope_scaling", {"rope_type": "linear", "type": "yarn"}, "$.rope_scaling.type: 'yarn' contradicts"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "$.rope_scaling: Object missing required field `low_"),
+        ("rope_scaling", {"type": "linear"}, "$.rope_scaling: Object missing required field `factor`"),
+        ("rope_scaling", {"type": "linear", "factor": 0.5}, "$.rope_scaling.factor: Expected `float` >= 1"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0, "short_factor": [1]}, "$.rope_scaling: Object contains unk"),
+        (
+            "rope_scaling",
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "$.rope_scaling.high_freq_factor: must be above low_freq_factor 4.0",
+        ),
+        ("partial_rotary_factor", 0.5, "$.partial_rotary_factor: Expected `float` >= 1.0"),
         ("num_key_value_heads", 2, "$.kv_heads: 2 KV heads do not divide 9 query heads"),
         ("head_dim", 63, "$.head_dim: must be even for rotary embeddings, got 63"),
         ("hidden_size", 8, "$.head_dim: must be at least 1, got 0"),
@@ -135,7 +153,6 @@ def test_what_is_not_computed_is_refused(key: str, value: object, message: str) 
         ("hidden_size", "576", "`int`"),
         ("hidden_size", None, "`int`"),
         ("vocab_size", 1.5, "`int`"),
-        ("sliding_window", -3, ">= 1"),
         ("tie_word_embeddings", "false", "`bool`"),
         ("rms_norm_eps", 0.0, "> 0"),
         ("rms_norm_eps", math.nan, "> 0"),
@@ -158,9 +175,9 @@ def test_newer_configs_keep_the_base_frequency_in_rope_parameters(parameters: di
     assert ModelSpec.from_config({**SMOLLM2, "rope_parameters": parameters}).rope_theta == 5e5
 
 
-@pytest.mark.parametrize("config", [SMOLLM2, LLAMA3, MISTRAL], ids=["smollm2", "llama3", "mistral"])
-def test_config_reads_back(config: dict[str, Any], tmp_path: Path) -> None:
-    spec = ModelSpec.from_config(config)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_reads_back(name: str, tmp_path: Path) -> None:
+    spec = ModelSpec.from_config(CONFIGS[name])
     assert ModelSpec.from_config(spec.config()) == spec
     (tmp_path / "config.json").write_text(json.dumps(spec.config()))
     assert ModelSpec.read(tmp_path) == ModelSpec.read(tmp_path / "config.json") == spec

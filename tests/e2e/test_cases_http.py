@@ -123,7 +123,9 @@ def test_api_04_a_prompt_can_be_scored_alone(api: Api) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def dense_attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
+def dense_attend(
+    layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, window: int | None = None
+) -> tuple[jax.Array, Any]:
     """Causal attention without pages: the plainest there is."""
     wide_k, wide_v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qhd,khd->hqk", q, wide_k) / q.shape[-1] ** 0.5
