@@ -76,12 +76,22 @@ class Linear(nnx.Module):
         weight: [out, in].
         weight_scale: [out] float32; only there where ``weight`` holds integers.
         bias: [out]; only there with ``bias``.
+
+    ``channels`` is that of :func:`parameter`.
     """
 
     weight_scale: nnx.Param[jax.Array]
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], dtype: DTypeLike, *, bias: bool = False) -> None:
-        self.weight = parameter(shape, axes, dtype, channels=True)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        dtype: DTypeLike,
+        *,
+        bias: bool = False,
+        channels: bool = True,
+    ) -> None:
+        self.weight = parameter(shape, axes, dtype, channels=channels)
         if bias:
             self.bias = parameter(shape[:1], axes[:1], dtype)
 

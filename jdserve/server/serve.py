@@ -91,8 +91,7 @@ class Options:
             "max_model_len": self.max_model_len,
         }
         plan = msgspec.structs.replace(plan, **{name: value for name, value in given.items() if value is not None})
-        plan.check()
-        return plan
+        return Plan.from_json(plan.to_json())
 
     def cluster(self) -> ClusterOptions:
         """How the workers are run.

@@ -48,7 +48,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def made(folder: Path, **options) -> LoadedModel:
     """The converted folder, made in this process, which is quicker."""
     convert_here(job(folder, **options))
-    return open_converted(job(folder, **options).folder())
+    return open_converted(job(folder, **options).folder(), options.get("plugin"))
 
 
 def edit_json(file: Path, **changes):
