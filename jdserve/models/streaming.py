@@ -6,7 +6,8 @@ what is mapped of one file and one part, beside what the devices hold; on accele
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def stream(
     return {name: growing.array() for name, growing in arrays.items()}
 
 
+_ALIGNMENT = 64
+_PIECE = 8 << 20
+"""Bytes, as cast, that are read at a time."""
+
 Part = tuple[tuple[int, int], ...]
 """What a device holds of an array: first and last + 1 along each axis."""
 
@@ -87,15 +92,16 @@ class _Growing:
         """Read of a tensor, open for slicing, what is wanted; it is number ``row`` of a stack."""
         if not self._missing:
             for part in self._holders:
-                self._place(part, tensor[_index(part)].astype(self._target.dtype, copy=False))
+                value = _empty(part, self._target.dtype)
+                _read(tensor, part, value)
+                self._place(part, value)
             return
         for part in self._holders:
             (first, last), *rest = part
             if first <= row < last:
                 if part not in self._stacks:
-                    shape = tuple(stop - start for start, stop in part)
-                    self._stacks[part] = np.empty(shape, self._target.dtype)
-                self._stacks[part][row - first] = tensor[_index(rest)]
+                    self._stacks[part] = _empty(part, self._target.dtype)
+                _read(tensor, rest, self._stacks[part][row - first])
         self._missing -= 1
         if not self._missing:
             for part in self._holders:
@@ -111,5 +117,19 @@ class _Growing:
         return jax.make_array_from_single_device_arrays(self._target.shape, self._target.sharding, self._placed)
 
 
-def _index(part: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
-    return tuple(slice(*bounds) for bounds in part)
+def _empty(part: Part, dtype: np.dtype[Any]) -> np.ndarray:
+    """Memory for a part, so aligned that a CPU device takes it for its own instead of copying it."""
+    shape = [stop - start for start, stop in part]
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)
+
+
+def _read(tensor: Any, part: Sequence[tuple[int, int]], into: np.ndarray) -> None:
+    """Read a part and cast it, some rows at a time: what is read and not cast yet takes memory too."""
+    (first, last), *rest = part
+    rows = max(1, _PIECE * len(into) // max(1, into.nbytes))
+    for start in range(first, last, rows):
+        stop = min(start + rows, last)
+        into[start - first : stop - first] = tensor[(slice(start, stop), *(slice(*bounds) for bounds in rest))]
