@@ -29,7 +29,7 @@ from jdserve.core.instances import (
 )
 from jdserve.core.pages import pages_for
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 
 __all__ = [
     "LOCALHOST",
@@ -45,7 +45,6 @@ __all__ = [
     "PrefillInstance",
     "Role",
     "TransportKind",
-    "WeightFormat",
     "Worker",
     "role_of",
 ]
@@ -55,9 +54,6 @@ PLAN_VERSION = 1
 LOCALHOST = "localhost"
 
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
-
-WeightFormat = Literal["int8"]
-"""How matrices may be stored other than in the plan's ``dtype``: 8-bit integers with a scale per output channel."""
 
 TransportKind = Literal["local", "shm", "pull", "device_put"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec
+from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec, WeightFormat, weight_bytes
 from jdserve.core.steptime import StepFeatures, StepTime
 
 
@@ -57,7 +57,7 @@ def flops(spec: ModelSpec, tp: int = 1, pp: int = 1) -> Factors:
     return Factors(head, token, pair / 2, pair, token + head, pair)
 
 
-def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1) -> Factors:
+def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1, stored: WeightFormat | None = None) -> Factors:
     """Bytes that one device in one stage reads from and writes to its memory.
 
     All weights once per step (of the input embedding only the rows of the tokens), activations in and out of every
@@ -65,7 +65,7 @@ def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1) -> Factors:
     read tile by tile while they are cached, so prefill attention is taken as arithmetic only.
     """
     width, share = DTYPE_BYTES[dtype], tp * pp
-    weights = (spec.layers * layer_weights(spec) + spec.hidden * spec.vocab) * width / share
+    weights = (spec.layers * layer_weights(spec) + spec.hidden * spec.vocab) * weight_bytes(dtype, stored) / share
     kv = kv_bytes(spec, dtype, tp, pp)
     heads = spec.heads + 2 * spec.kv_heads
     inner = (heads + spec.heads) * spec.head_dim + (3 if spec.gated else 2) * spec.ffn

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from jdserve.core.errors import CheckpointError
-from jdserve.core.plan import WeightFormat
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 from jdserve.models.interface import SCALE
 from jdserve.models.progress import Progress, silent
 from jdserve.models.registry import read_spec

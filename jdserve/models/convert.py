@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from jdserve.core.errors import CheckpointError, JdserveError
-from jdserve.core.plan import WeightFormat
+from jdserve.core.spec import WeightFormat
 from jdserve.models.cache import cache_dir, exclusive
 from jdserve.models.checkpoint import (
     LoadedModel,

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jdserve.core.errors import CheckpointError
-from jdserve.core.plan import WeightFormat
-from jdserve.core.spec import ModelSpec
+from jdserve.core.spec import ModelSpec, WeightFormat
 from jdserve.models import hf_checkpoint, packaged
 from jdserve.models.checkpoint import LoadedModel, is_converted, model_name, open_converted, restore
 from jdserve.models.convert import Conversion, convert

@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jdserve.core.plan import WeightFormat
-from jdserve.core.spec import ModelSpec
+from jdserve.core.spec import ModelSpec, WeightFormat
 from jdserve.models.layers import store_int8
 from jdserve.models.registry import model_class
 

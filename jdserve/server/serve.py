@@ -22,7 +22,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from jdserve.core.errors import InvalidPlan, JdserveError
-from jdserve.core.plan import Plan, WeightFormat
+from jdserve.core.plan import Plan
+from jdserve.core.spec import WeightFormat
 from jdserve.models.load import resolve
 from jdserve.runtime.channel import Keys, new_secret
 from jdserve.runtime.engine import Engine
