@@ -22,6 +22,11 @@ RopeKind = Literal["linear", "dynamic", "llama3", "yarn"]
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to scale rotary frequencies, with every default filled in.
 
+    ``dynamic`` needs a length for each token. A token of the prompt goes by the length of the prompt as the client sent
+    it, a generated token by its own position + 1, and no other request matters: that is what transformers computes for
+    one request in a fresh model with a cache. It holds in whatever chunks and on whichever instance a prompt is
+    computed, and again after a preemption. Keys are not rotated anew when the sequence grows.
+
     Attributes:
         kind: ``linear`` divides all frequencies by ``factor``; ``dynamic`` raises the base with the length of a
             sequence that is longer than ``original_context`` (NTK); ``llama3`` divides the low frequencies and blends

@@ -6,12 +6,16 @@ import msgspec
 
 from jdserve.core.pages import pages_for
 from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec, WeightFormat, weight_bytes
-from jdserve.cost.work import kv_bytes, layer_weights
+from jdserve.cost.work import kv_bytes
 
 GIB = 2**30
 
 USABLE = 0.92
 """Share of the memory that may be planned with: driver, fragmentation and compiled programs take the rest."""
+
+
+EXPERT_ROWS = 256
+"""Tokens that the experts compute at a time, in float32."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +94,8 @@ def memory(
     width = DTYPE_BYTES[dtype]
     held = _stage_weights(spec, pp) * weight_bytes(dtype, weights) // tp
     row = 4 * spec.hidden + ((spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.ffn) // tp
-    activations = step_tokens * row * width + batch * spec.vocab * 4 // tp
+    experts = min(step_tokens, EXPERT_ROWS) * spec.experts * (2 * spec.ffn + spec.hidden) * 4 // tp
+    activations = step_tokens * row * width + batch * spec.vocab * 4 // tp + experts
     workspace = device_bytes // 64
     page = int(kv_bytes(spec, dtype, tp, pp) * page_size)
     room = int(device_bytes * usable)
@@ -108,7 +113,7 @@ def memory(
 
 def _stage_weights(spec: ModelSpec, pp: int) -> int:
     """Weights of the largest stage: the first one embeds tokens, the last one has the output projection."""
-    table = spec.hidden * spec.vocab
+    table = spec.table_weights
     positions = spec.hidden * spec.context if spec.learned_positions else 0
     ends = table + positions if pp > 1 or spec.tied_embeddings else 2 * table + positions
-    return spec.layers // pp * (layer_weights(spec) + 2 * spec.hidden) + spec.hidden + ends
+    return spec.layers // pp * (spec.layer_weights + 2 * spec.hidden) + spec.hidden + ends

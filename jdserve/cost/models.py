@@ -14,7 +14,7 @@ from jdserve.core.errors import InvalidPlan
 from jdserve.core.spec import ModelSpec
 
 
-def _opt(layers: int, hidden: int, heads: int) -> ModelSpec:
+def _opt(layers: int, hidden: int, heads: int, *, pre_norm: bool = True, embed_width: int | None = None) -> ModelSpec:
     return ModelSpec(
         "OPTForCausalLM",
         layers,
@@ -30,6 +30,8 @@ def _opt(layers: int, hidden: int, heads: int) -> ModelSpec:
         learned_positions=True,
         bos=2,
         eos=(2,),
+        pre_norm=pre_norm,
+        embed_width=embed_width,
     )
 
 
@@ -46,6 +48,7 @@ def _model(
     theta: float = 10_000.0,
     tied: bool = False,
     architecture: str = "LlamaForCausalLM",
+    experts: tuple[int, int] = (0, 0),
 ) -> ModelSpec:
     return ModelSpec(
         architecture,
@@ -59,6 +62,8 @@ def _model(
         context,
         rope_theta=theta,
         tied_embeddings=tied,
+        experts=experts[0],
+        experts_per_token=experts[1],
     )
 
 
@@ -69,7 +74,10 @@ _SMOLLM2 = {"vocab": 49_152, "context": 8192, "head_dim": 64, "theta": 100_000.0
 
 MODELS: Mapping[str, ModelSpec] = MappingProxyType(
     {
+        "opt-125m": _opt(12, 768, 12),
+        "opt-350m": _opt(24, 1024, 16, pre_norm=False, embed_width=512),
         "opt-1.3b": _opt(24, 2048, 32),
+        "opt-2.7b": _opt(32, 2560, 32),
         "opt-6.7b": _opt(32, 4096, 32),
         "opt-13b": _opt(40, 5120, 40),
         "opt-30b": _opt(48, 7168, 56),
@@ -86,6 +94,9 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
         "llama-3.2-1b": _model(16, 2048, 8192, 32, 8, context=131_072, head_dim=64, tied=True, **_LLAMA3),
         "llama-3.2-3b": _model(28, 3072, 8192, 24, 8, context=131_072, tied=True, **_LLAMA3),
         "mistral-7b": _model(32, 4096, 14_336, 32, 8, 32_000, 32_768, architecture="MistralForCausalLM"),
+        "mixtral-8x7b": _model(
+            32, 4096, 14_336, 32, 8, 32_000, 32_768, theta=1e6, architecture="MixtralForCausalLM", experts=(8, 2)
+        ),
         "qwen2.5-7b": _model(28, 3584, 18_944, 28, 4, **_QWEN25),
         "qwen2.5-14b": _model(48, 5120, 13_824, 40, 8, **_QWEN25),
         "qwen2.5-32b": _model(64, 5120, 27_648, 40, 8, **_QWEN25),
@@ -93,6 +104,9 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
         "qwen3-8b": _model(36, 4096, 12_288, 32, 8, **_QWEN3),
         "qwen3-14b": _model(40, 5120, 17_408, 40, 8, **_QWEN3),
         "qwen3-32b": _model(64, 5120, 25_600, 64, 8, **_QWEN3),
+        "qwen3-30b-a3b": _model(
+            48, 2048, 768, 32, 4, **{**_QWEN3, "architecture": "Qwen3MoeForCausalLM"}, experts=(128, 8)
+        ),
         "smollm2-135m": _model(30, 576, 1536, 9, 3, **_SMOLLM2),
         "smollm2-135m-instruct": _model(30, 576, 1536, 9, 3, **_SMOLLM2),
         "smollm2-360m": _model(32, 960, 2560, 15, 5, **_SMOLLM2),

@@ -38,21 +38,16 @@ class Factors(NamedTuple):
         return StepTime(*(value / per_s for value in self))
 
 
-def layer_weights(spec: ModelSpec) -> int:
-    """Weights of the matrices of one layer."""
-    attention = spec.hidden * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
-    return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
-
-
 def flops(spec: ModelSpec, tp: int = 1, pp: int = 1) -> Factors:
     """FLOPs of one device in one stage: 2 per weight and token, 4 per query-key pair and head dimension.
 
     Causal attention computes half of the pairs inside a chunk. One prompt per step is taken to end, and needs the
-    output projection.
+    output projection. Every expert computes every token, as in ``models/moe.py``. A window is left out: the pairs
+    beyond it are counted, so that work stays linear in the features.
     """
     share = tp * pp
-    token = 2 * spec.layers * layer_weights(spec) / share
-    head = 2 * spec.hidden * spec.vocab / share
+    token = 2 * spec.layers * spec.layer_weights / share
+    head = 2 * spec.table_weights / share
     pair = 4 * spec.layers * spec.heads * spec.head_dim / share
     return Factors(head, token, pair / 2, pair, token + head, pair)
 
@@ -65,10 +60,10 @@ def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1, stored: Wei
     read tile by tile while they are cached, so prefill attention is taken as arithmetic only.
     """
     width, share = DTYPE_BYTES[dtype], tp * pp
-    weights = (spec.layers * layer_weights(spec) + spec.hidden * spec.vocab) * weight_bytes(dtype, stored) / share
+    weights = (spec.layers * spec.layer_weights + spec.table_weights) * weight_bytes(dtype, stored) / share
     kv = kv_bytes(spec, dtype, tp, pp)
     heads = spec.heads + 2 * spec.kv_heads
-    inner = (heads + spec.heads) * spec.head_dim + (3 if spec.gated else 2) * spec.ffn
+    inner = (heads + spec.heads) * spec.head_dim + (3 if spec.gated else 2) * spec.ffn * max(spec.experts, 1)
     activations = spec.layers / pp * width * (8 * spec.hidden + inner / tp)
     logits = 4 * spec.vocab / share
     token = activations + kv

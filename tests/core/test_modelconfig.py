@@ -77,7 +77,7 @@ def test_experts() -> None:
 
 
 def test_devices_divide_the_experts() -> None:
-    read = spec("qwen3-moe", num_attention_heads=12, num_key_value_heads=12)
+    read = spec("qwen3-moe", num_attention_heads=12, num_key_value_heads=12, moe_intermediate_size=24)
     read.check_parallel(4, 1)
     with pytest.raises(InvalidPlan, match=r"3 does not fit .*, 12 KV heads and 8 experts; valid: 1, 2, 4$"):
         read.check_parallel(3, 1)

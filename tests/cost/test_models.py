@@ -30,7 +30,15 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
+        ("opt-125m", 0.1252),
+        ("opt-350m", 0.3310),
+        ("opt-1.3b", 1.316),
+        ("opt-2.7b", 2.652),
+        ("opt-6.7b", 6.659),
         ("opt-13b", 12.85),
+        ("opt-30b", 29.97),
+        ("mixtral-8x7b", 46.70),
+        ("qwen3-30b-a3b", 30.53),
         ("opt-66b", 65.7),
         ("opt-175b", 174.6),
         ("llama-3-8b", 8.03),
@@ -48,7 +56,7 @@ def test_catalogue_counts_its_weights(name: str, billions: float) -> None:
 def test_catalogue_knows_kv_of_the_examples() -> None:
     assert model("llama-2-70b").kv_bytes_per_token("bfloat16") == 327_680
     assert 512 * model("opt-66b").kv_bytes_per_token("float16") / GIB == pytest.approx(1.13, abs=0.01)  # of 512 tokens
-    with pytest.raises(InvalidPlan, match=r"known: opt-1\.3b"):
+    with pytest.raises(InvalidPlan, match=r"known: opt-125m"):
         model("gpt-9")
 
 
@@ -86,6 +94,12 @@ def test_work_of_a_70b_token() -> None:
     assert all_reduce_bytes(spec, "bfloat16", 2).new_token == 2 * 80 * 8192 * 2
 
 
+def test_every_expert_computes_every_token() -> None:
+    spec = model("mixtral-8x7b")
+    assert flops(spec).new_token == pytest.approx(2 * spec.parameters, rel=0.01)
+    assert traffic(spec, "bfloat16", 8).base == pytest.approx(2 * spec.parameters / 8, rel=0.01)
+
+
 def test_kv_heads_are_repeated_when_there_are_fewer_than_devices() -> None:
     spec = model("qwen2.5-7b")
     assert kv_bytes(spec, "bfloat16", 4) * 4 == spec.kv_bytes_per_token("bfloat16")
@@ -113,7 +127,7 @@ def test_memory_agrees_with_what_the_reference_engine_found(name: str) -> None:
         assert fits.pages * 16 == pytest.approx(tokens, rel=1 / 12), (tp, pp)
 
 
-@pytest.mark.parametrize("name", ["llama-2-70b", "opt-13b", "smollm2-135m"])
+@pytest.mark.parametrize("name", ["llama-2-70b", "opt-13b", "smollm2-135m", "mixtral-8x7b"])
 def test_memory_holds_every_weight_of_the_largest_stage(name: str) -> None:
     spec = model(name)
 

@@ -23,8 +23,8 @@ LAYERS, LAYER = 2, 1  # the other layer is all NaN
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 LONG = 2 * CHUNK_TOKENS + 17
 
-decode = jax.jit(decode_attention, static_argnums=2)
-prefill = jax.jit(prefill_attention, static_argnums=4)
+decode = jax.jit(decode_attention, static_argnums=(2, 5))
+prefill = jax.jit(prefill_attention, static_argnums=(4, 8))
 
 
 @dataclass
@@ -103,6 +103,23 @@ def test_decode_against_the_loop(heads, kv_heads, page_size, dtype):
     assert_near(actual, expected, dtype)
 
 
+windows = pytest.mark.parametrize("window", [1, 16, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * LONG])
+
+
+@windows
+def test_decode_in_a_window(window):
+    rng = np.random.default_rng(8)
+    contexts = [LONG, 0, 1, 40, LONG - 30]
+    cache = poisoned_cache(rng, contexts, 2, 16, "float32")
+    q = rounded(rng, (len(contexts), 4, HEAD_DIM), "float32")
+    actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array(contexts, np.int32), window)
+    expected = np.zeros(q.shape)
+    for row, (keys, values) in enumerate(cache.live):
+        if contexts[row]:
+            expected[row] = attend(q[row], keys[-window:], values[-window:])
+    assert_near(actual, expected, "float32")
+
+
 def test_decode_of_padding_alone_is_zero():
     cache = poisoned_cache(np.random.default_rng(2), [0, 0], 2, 16, "float32")
     actual = decode(jnp.ones((2, 4, HEAD_DIM)), cache.pool, LAYER, cache.tables, np.zeros(2, np.int32))
@@ -132,14 +149,16 @@ def packed(lengths, padding):
     return np.concatenate((segments, np.full(padding, len(lengths)))).astype(np.int32)
 
 
-def expected_prefill(q, k, v, cache, lengths):
+def expected_prefill(q, k, v, cache, lengths, window=None):
     """Row by row: the prefix of the row's segment, then the tokens of the segment up to the row."""
     expected = np.zeros(q.shape)
     start = 0
     for (keys, values), length in zip(cache.live, lengths, strict=True):
         for row in range(start, start + length):
             new_k, new_v = (new[start : row + 1].astype(np.float64) for new in (k, v))
-            expected[row] = attend(q[row], np.concatenate((keys, new_k)), np.concatenate((values, new_v)))
+            all_k, all_v = np.concatenate((keys, new_k)), np.concatenate((values, new_v))
+            seen = len(all_k) if window is None else window
+            expected[row] = attend(q[row], all_k[-seen:], all_v[-seen:])
         start += length
     return expected
 
@@ -161,6 +180,31 @@ def test_prefill_against_the_loop(heads, kv_heads, page_size, dtype):
     rows = len(segments) - padding
     assert_near(actual[:rows], expected_prefill(q, k, v, cache, lengths)[:rows], dtype)
     assert np.isfinite(np.asarray(actual.astype(jnp.float32))).all()
+
+
+@windows
+def test_prefill_in_a_window(window):
+    """Windows that end in the chunk, in its prefix, and before; other segments lie between."""
+    rng = np.random.default_rng(8)
+    prefixes, lengths, padding = [LONG, 0, 20, CHUNK_TOKENS], [30, 40, 1, 25], 4
+    cache = poisoned_cache(rng, prefixes, 2, 16, "float32")
+    segments = packed(lengths, padding)
+    q, k, v = (rounded(rng, (len(segments), heads, HEAD_DIM), "float32") for heads in (4, 2, 2))
+    new = (jnp.asarray(array) for array in (q, k, v))
+    actual = prefill(*new, cache.pool, LAYER, segments, cache.tables, np.array(prefixes, np.int32), window)
+    rows = len(segments) - padding
+    assert_near(actual[:rows], expected_prefill(q, k, v, cache, lengths, window)[:rows], "float32")
+
+
+def test_prefill_reads_no_pages_before_its_windows():
+    """NaN in the values of a whole chunk of pages would get past the mask: 0 * NaN."""
+    rng = np.random.default_rng(9)
+    cache = poisoned_cache(rng, [LONG], 1, 16, "float32")
+    pool = KVPool(*(part.at[:, cache.tables[0, : CHUNK_TOKENS // 16]].set(jnp.nan) for part in cache.pool))
+    q, k, v = (rounded(rng, (4, heads, HEAD_DIM), "float32") for heads in (2, 1, 1))
+    new = (jnp.asarray(array) for array in (q, k, v))
+    actual = prefill(*new, pool, LAYER, packed([4], 0), cache.tables, np.array([LONG], np.int32), 50)
+    assert_near(actual, expected_prefill(q, k, v, cache, [4], 50), "float32")
 
 
 def test_prefill_without_prefix_reads_no_page():

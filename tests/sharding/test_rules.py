@@ -30,6 +30,11 @@ def test_mesh_keeps_the_order_of_its_devices():
         (("embed", "mlp"), (6, 12), PartitionSpec(None, "tp")),
         ((None, None, "kv_heads", None, None), (2, 5, 4, 16, 8), PartitionSpec(None, None, "tp", None, None)),
         (("embed",), (7,), PartitionSpec(None)),
+        (("experts", "expert_mlp", "embed"), (8, 12, 6), PartitionSpec("tp", None, None)),
+        (("router", "embed"), (8, 6), PartitionSpec(None, None)),
+        (("head_dim",), (8,), PartitionSpec(None)),
+        (("positions", "embed"), (8, 6), PartitionSpec(None, None)),
+        (("embed", "word_embed"), (8, 6), PartitionSpec(None, None)),
         ((), (), PartitionSpec()),
     ],
 )
@@ -52,7 +57,7 @@ def test_vocabulary_that_does_not_divide_is_replicated(mesh, vocab, axis):
     assert ShardingRules().sharding(mesh, ("vocab", "embed"), (vocab, 6)).spec == PartitionSpec(axis, None)
 
 
-@pytest.mark.parametrize("axis", ["heads", "kv_heads", "mlp"])
+@pytest.mark.parametrize("axis", ["heads", "kv_heads", "mlp", "experts"])
 def test_other_axes_must_divide(mesh, axis):
     with pytest.raises(ValueError, match=f"'{axis}' of size 6 does not divide by 4"):
         ShardingRules().sharding(mesh, (axis, "embed"), (6, 8))
