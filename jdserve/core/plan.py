@@ -29,7 +29,7 @@ from jdserve.core.instances import (
 )
 from jdserve.core.pages import pages_for
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 
 __all__ = [
     "LOCALHOST",
@@ -132,8 +132,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         version: of this format.
-        model: ``smollm2-135m-instruct`` (built in), or the path of a checkpoint.
+        model: ``smollm2-135m-instruct`` (built in), the path of a checkpoint, or an id of the Hugging Face hub.
         dtype: of weights, activations and KV.
+        weights: how matrices are stored; None for in ``dtype``, or as the checkpoint was converted.
+        model_plugin: ``module:Class`` from outside the package that computes the model, None for what its architecture
+            says. Every worker imports it, so it must be installed there.
         page_size: token positions per page, the same on every instance.
         max_model_len: most tokens (prompt and output) of one request.
         slo: latency objective the plan was made for.
@@ -153,6 +156,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     version: Literal[1] = PLAN_VERSION
     model: str
     dtype: DType = "float32"
+    weights: WeightFormat | None = None
+    model_plugin: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
     page_size: Positive = 16
     max_model_len: Positive
     slo: SLO | None = None

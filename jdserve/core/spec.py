@@ -17,6 +17,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+WeightFormat = Literal["int8"]
+"""How matrices may be stored other than in the plan's ``dtype``: 8-bit integers with a scale per output channel."""
+
+
+def weight_bytes(dtype: DType, weights: WeightFormat | None) -> int:
+    """Bytes of a weight of a matrix; scales, a hundredth of it or less, are left out."""
+    return DTYPE_BYTES[dtype] if weights is None else 1
+
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of a decoder-only transformer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from jdserve.core.pages import pages_for
-from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec
+from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec, WeightFormat, weight_bytes
 from jdserve.cost.work import kv_bytes
 
 GIB = 2**30
@@ -73,6 +73,7 @@ def memory(
     max_model_len: int,
     step_tokens: int,
     batch: int,
+    weights: WeightFormat | None = None,
     usable: float = USABLE,
 ) -> Memory:
     """Memory of an instance of ``tp`` x ``pp`` devices.
@@ -87,20 +88,21 @@ def memory(
         max_model_len: tokens of the longest request.
         step_tokens: most new tokens of one step.
         batch: most sequences that get logits in one step.
+        weights: how matrices are stored; None for in ``dtype``.
         usable: share of the capacity that may be planned with.
     """
     width = DTYPE_BYTES[dtype]
-    weights = _stage_weights(spec, pp) * width // tp
+    held = _stage_weights(spec, pp) * weight_bytes(dtype, weights) // tp
     row = 4 * spec.hidden + ((spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.ffn) // tp
     experts = min(step_tokens, EXPERT_ROWS) * spec.experts * (2 * spec.ffn + spec.hidden) * 4 // tp
     activations = step_tokens * row * width + batch * spec.vocab * 4 // tp + experts
     workspace = device_bytes // 64
     page = int(kv_bytes(spec, dtype, tp, pp) * page_size)
     room = int(device_bytes * usable)
-    left = room - weights - activations - workspace
+    left = room - held - activations - workspace
     return Memory(
         usable=room,
-        weights=weights,
+        weights=held,
         activations=activations,
         workspace=workspace,
         page_bytes=page,

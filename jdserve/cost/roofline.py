@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from jdserve.core.plan import Role
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 from jdserve.core.steptime import StepTime
 from jdserve.cost.hardware import Hardware
 from jdserve.cost.latency import linearised
@@ -44,6 +44,7 @@ class RooflineModel(msgspec.Struct, frozen=True, kw_only=True):
         device: peaks and links.
         per_node: devices of a node; the stages of a larger instance hand off across nodes.
         efficiency: see there.
+        weights: how matrices are stored; None for in ``dtype``. Products are computed in ``dtype`` all the same.
     """
 
     spec: ModelSpec
@@ -51,6 +52,7 @@ class RooflineModel(msgspec.Struct, frozen=True, kw_only=True):
     device: Hardware
     per_node: int = 8
     efficiency: Efficiency = Efficiency()
+    weights: WeightFormat | None = None
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class RooflineModel(msgspec.Struct, frozen=True, kw_only=True):
         """See :class:`~jdserve.cost.latency.LatencyModel`; the same for all roles."""
         spec, dtype, device, e = self.spec, self.dtype, self.device, self.efficiency
         compute = flops(spec, tp, pp).time(device.flops(dtype) * e.compute)
-        memory = traffic(spec, dtype, tp, pp).time(device.bytes_per_s * e.memory)
+        memory = traffic(spec, dtype, tp, pp, self.weights).time(device.bytes_per_s * e.memory)
         other = Coefficients.of(StepTime(e.step_s))
         if tp > 1:
             # halving and doubling: log2(tp) hops to reduce and as many to gather, in two all-reduces per layer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec
+from jdserve.core.spec import DTYPE_BYTES, DType, ModelSpec, WeightFormat, weight_bytes
 from jdserve.core.steptime import StepFeatures, StepTime
 
 
@@ -52,7 +52,7 @@ def flops(spec: ModelSpec, tp: int = 1, pp: int = 1) -> Factors:
     return Factors(head, token, pair / 2, pair, token + head, pair)
 
 
-def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1) -> Factors:
+def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1, stored: WeightFormat | None = None) -> Factors:
     """Bytes that one device in one stage reads from and writes to its memory.
 
     All weights once per step (of the input embedding only the rows of the tokens), activations in and out of every
@@ -60,7 +60,7 @@ def traffic(spec: ModelSpec, dtype: DType, tp: int = 1, pp: int = 1) -> Factors:
     read tile by tile while they are cached, so prefill attention is taken as arithmetic only.
     """
     width, share = DTYPE_BYTES[dtype], tp * pp
-    weights = (spec.layers * spec.layer_weights + spec.table_weights) * width / share
+    weights = (spec.layers * spec.layer_weights + spec.table_weights) * weight_bytes(dtype, stored) / share
     kv = kv_bytes(spec, dtype, tp, pp)
     heads = spec.heads + 2 * spec.kv_heads
     inner = (heads + spec.heads) * spec.head_dim + (3 if spec.gated else 2) * spec.ffn * max(spec.experts, 1)

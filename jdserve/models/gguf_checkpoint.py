@@ -1,19 +1,18 @@
-"""Read a GGUF file of the LLaMA architecture: weights under Hugging Face names, spec, tokenizer."""
+"""Read a GGUF file: weights under Hugging Face names. Its other half is :mod:`~jdserve.models.gguf_fields`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
 
 from jdserve.core.errors import CheckpointError
-from jdserve.core.spec import ModelSpec
-from jdserve.models.source import Tensors, Vocabulary
+from jdserve.core.spec import DType
+from jdserve.models.gguf_fields import ARCHITECTURES
+from jdserve.models.source import Tensors
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -23,112 +22,73 @@ _INNER = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3 = _INNER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
-_PRE_TOKENIZERS = ("smollm", "starcoder", "refact")
-"""GGUF names of the splitting that :func:`_tokenizer` builds."""
+_KNOWN = (*(f"Q{bits}_{kind}" for bits in (4, 5) for kind in (0, 1)), "Q8_0", *(f"Q{bits}_K" for bits in range(2, 7)))
+_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-_SPECIAL = (3, 4)
-"""Token types "control" and "user defined"."""
+_CHUNK = 1 << 24
+"""Weights that are dequantized at a time: the float32 of a large table needs several times its memory."""
 
 
 def open_gguf(file: Path) -> GGUFReader:
     """Open a GGUF file.
 
     Raises:
-        CheckpointError: no GGUF file, a damaged one, or one of another architecture.
+        CheckpointError: no GGUF file, a damaged one, one of another architecture, or with tensors of a type that is not
+            read.
     """
     try:
         reader = GGUFReader(file)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise CheckpointError(f"{file} is not a complete GGUF file: {error}") from None
-    architecture = _field(reader, file, "general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"{file}: only GGUF files of architecture 'llama' are read, got {architecture!r}")
+    field = reader.get_field("general.architecture")
+    architecture = None if field is None else field.contents()
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(map(repr, ARCHITECTURES))
+        raise CheckpointError(f"{file}: only GGUF files of architecture {known} are read, got {architecture!r}")
+    kinds = {tensor.name: GGMLQuantizationType(tensor.tensor_type).name for tensor in reader.tensors}
+    refused = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in (*_KNOWN, *_DTYPES))
+    if refused:
+        raise CheckpointError(
+            f"{file}: only tensors of type {', '.join((*_KNOWN, *_DTYPES))} are read; refused: {', '.join(refused)}"
+        )
     return reader
 
 
-def read_spec(reader: GGUFReader, file: Path) -> ModelSpec:
-    """The spec that a GGUF file describes.
+def read_tensors(reader: GGUFReader, file: Path, config: dict[str, Any]) -> Tensors:
+    """The weights of a GGUF file, each dequantized when it is read.
 
-    Raises:
-        CheckpointError: a field is missing.
-        InvalidPlan: the spec is not valid, or asks for something unsupported.
+    Quantized ones are rounded to bfloat16, which is finer than what they were quantized to.
     """
-
-    def number(name: str, default: Any = None) -> Any:
-        return _field(reader, file, f"llama.{name}", default)
-
-    names = {tensor.name for tensor in reader.tensors}
-    scaling = number("rope.scaling.type", "none")
-    if scaling == "none" and "rope_freqs.weight" in names:
-        scaling = "llama3"  # llama.cpp stores its factors as a tensor
-    heads = int(number("attention.head_count"))
-    hidden = int(number("embedding_length"))
-    eos, bos = (_field(reader, file, f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "bos"))
-    return ModelSpec.from_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": int(number("block_count")),
-            "hidden_size": hidden,
-            "intermediate_size": int(number("feed_forward_length")),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(number("attention.head_count_kv", heads)),
-            "head_dim": int(number("attention.key_length", hidden // heads)),
-            "vocab_size": len(_field(reader, file, "tokenizer.ggml.tokens")),
-            "max_position_embeddings": int(number("context_length")),
-            "rope_theta": _shortest(number("rope.freq_base", 10_000.0)),
-            "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
-            "rms_norm_eps": _shortest(number("attention.layer_norm_rms_epsilon")),
-            "tie_word_embeddings": "output.weight" not in names,
-            "bos_token_id": None if bos < 0 else int(bos),
-            "eos_token_id": None if eos < 0 else int(eos),
-        }
-    )
-
-
-def read_tensors(reader: GGUFReader, file: Path, spec: ModelSpec) -> Tensors:
-    """The weights of a GGUF file, each dequantized and rounded to bfloat16 when it is read."""
-    found = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+    architecture = config["architectures"][0]
+    inner = _GEMMA3 if architecture == ARCHITECTURES["gemma3"] else _INNER
+    found = {_hf_name(tensor.name, inner): tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    dtype = _dtype(found.values())
 
     def read(name: str) -> np.ndarray:
         weight = _dequantize(found[name])
-        if name.endswith("q_proj.weight"):
-            weight = unpermute(weight, spec.heads)
-        elif name.endswith("k_proj.weight"):
-            weight = unpermute(weight, spec.kv_heads)
-        return weight.astype(ml_dtypes.bfloat16)
+        if architecture == ARCHITECTURES["llama"]:
+            for projection, count in heads.items():
+                if name.endswith(f"{projection}.weight"):
+                    weight = unpermute(weight, count)
+        if architecture == ARCHITECTURES["gemma3"] and name.endswith("norm.weight"):
+            weight = weight - 1  # GGUF holds what the norm multiplies by, which is 1 + weight
+        return weight.astype(dtype)
 
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in found.items()}
-    return Tensors(file, shapes, "bfloat16", read)
-
-
-def read_vocabulary(reader: GGUFReader, file: Path) -> Vocabulary:
-    """The tokenizer and chat template of a GGUF file.
-
-    Raises:
-        CheckpointError: the tokenizer is not a byte-level BPE that splits digits one by one.
-    """
-    kind = _field(reader, file, "tokenizer.ggml.model")
-    split = _field(reader, file, "tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or split not in _PRE_TOKENIZERS:
-        raise CheckpointError(
-            f"{file}: tokenizer {kind!r} with pre-tokenizer {split!r} is not read; readable: 'gpt2' with"
-            f" {', '.join(map(repr, _PRE_TOKENIZERS))}. Give the model as a Hugging Face folder instead"
-        )
-    tokens = _field(reader, file, "tokenizer.ggml.tokens")
-    types = _field(reader, file, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in _field(reader, file, "tokenizer.ggml.merges")]
-    bos, eos = (_field(reader, file, f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos"))
-    return Vocabulary(
-        _tokenizer(tokens, merges, [token for token, type in zip(tokens, types, strict=True) if type in _SPECIAL]),
-        _field(reader, file, "tokenizer.chat_template", "") or None,
-        None if bos < 0 else tokens[bos],
-        None if eos < 0 else tokens[eos],
-    )
+    return Tensors(file, shapes, dtype, read)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -141,48 +101,31 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def _tokenizer(tokens: list[str], merges: list[tuple[str, ...]], special: list[str]) -> str:
-    vocabulary = {token: id for id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))  # pyright: ignore[reportArgumentType]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    # The package writes its vocabulary in no fixed order; sorted, equal tokenizers are equal files.
-    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, sort_keys=True)
+def _dtype(tensors: Any) -> DType:
+    """Of the matrices, if none is quantized."""
+    kinds = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
+    return _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _dequantize(tensor: ReaderTensor) -> np.ndarray:
-    """Tensor as float32 in its own shape [out, in]."""
-    weight = dequantize(tensor.data, tensor.tensor_type)
-    return np.asarray(weight, np.float32).reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    """Tensor in its own shape [out, in]: float32 where it is a vector or not quantized, else bfloat16."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if len(shape) < 2 or tensor.tensor_type.name in _DTYPES:
+        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)
+    weight = np.empty(shape, ml_dtypes.bfloat16)
+    rows = max(1, _CHUNK // shape[-1])
+    for start in range(0, shape[0], rows):
+        weight[start : start + rows] = dequantize(tensor.data[start : start + rows], tensor.tensor_type)
+    return weight
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, inner: dict[str, str]) -> str:
     """Hugging Face name of a GGUF tensor; an unknown one keeps its own."""
     stem, _, suffix = name.rpartition(".")
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{suffix}"
     if stem.startswith("blk."):
-        _, layer, inner = stem.split(".", 2)
-        if inner in _INNER:
-            return f"model.layers.{layer}.{_INNER[inner]}.{suffix}"
+        _, layer, part = stem.split(".", 2)
+        if part in inner:
+            return f"model.layers.{layer}.{inner[part]}.{suffix}"
     return name
-
-
-def _field(reader: GGUFReader, file: Path, name: str, default: Any = None) -> Any:
-    field = reader.get_field(name)
-    if field is not None:
-        return field.contents()
-    if default is None:
-        raise CheckpointError(f"{file} has no field {name}")
-    return default
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF stores 1e-5 as 9.99999974e-06."""
-    return float(str(np.float32(value)))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jdserve.core.errors import CheckpointError
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.errors import CheckpointError, InvalidPlan
+from jdserve.core.spec import DType
 from jdserve.models.source import Tensors, Vocabulary
 
 SINGLE = "model.safetensors"
@@ -20,17 +22,23 @@ INDEX = "model.safetensors.index.json"
 _DTYPES: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a folder, with the end tokens that only ``generation_config.json`` lists.
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder, with the end tokens that only ``generation_config.json`` lists.
 
     Raises:
-        InvalidPlan: ``config.json`` is absent or asks for something unsupported.
-        CheckpointError: ``generation_config.json`` is no JSON object.
+        InvalidPlan: ``config.json`` is absent.
+        CheckpointError: one of the files is no JSON object.
     """
-    spec = ModelSpec.read(folder)
-    eos = _read_json(folder / "generation_config.json", {}).get("eos_token_id")
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return msgspec.structs.replace(spec, eos=tuple(dict.fromkeys((*spec.eos, *more))))
+    if not (folder / "config.json").is_file():
+        raise InvalidPlan("$", f"{folder} holds no config.json")
+    config = _read_json(folder / "config.json", {})
+    ends = [*_ids(config), *_ids(_read_json(folder / "generation_config.json", {}))]
+    return config | {"eos_token_id": list(dict.fromkeys(ends))}
+
+
+def _ids(config: Mapping[str, Any]) -> list[Any]:
+    eos = config.get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
@@ -53,33 +61,71 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     return Vocabulary(tokenizer, template, _token(config.get("bos_token")), _token(config.get("eos_token")))
 
 
-def read_tensors(folder: Path) -> Tensors:
-    """Open the weights of a folder and read their names and shapes.
+@dataclass(frozen=True)
+class Headers:
+    """What the safetensors files of a folder say about themselves.
+
+    Attributes:
+        shapes: of every tensor.
+        dtype: of most of them: norms are sometimes kept wider than the rest.
+        files: name of the file of every tensor.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: DType
+    files: Mapping[str, str]
+
+
+def read_headers(folder: Path) -> Headers:
+    """Read names, shapes and dtypes of the weights of a folder, and nothing else of its files.
 
     Raises:
         CheckpointError: there are none, files are absent or damaged, or tensors are absent or of a dtype that is not
             read; the message names all of them.
     """
-    where = _tensor_files(folder)
-    opened = _open_all(folder, sorted(set(where.values())))
-    absent = sorted(name for name, file in where.items() if name and name not in set(opened[file].keys()))
+    files = _tensor_files(folder)
+    opened = _open_all(folder, sorted(set(files.values())))
+    absent = sorted(name for name, file in files.items() if name and name not in set(opened[file].keys()))
     if absent:
         raise CheckpointError(f"{folder / INDEX} lists tensors that are not in their files: {', '.join(absent)}")
-    if "" in where:  # a single file has no index: it holds what it holds
-        where = dict.fromkeys(opened[SINGLE].keys(), SINGLE)
-    slices = {name: opened[file].get_slice(name) for name, file in where.items()}
+    if "" in files:  # a single file has no index: it holds what it holds
+        files = dict.fromkeys(opened[SINGLE].keys(), SINGLE)
+    slices = {name: opened[file].get_slice(name) for name, file in files.items()}
     kinds = {name: piece.get_dtype() for name, piece in slices.items()}
     refused = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in _DTYPES)
     if refused:
         raise CheckpointError(f"{folder}: only {', '.join(_DTYPES)} are read; refused: {', '.join(refused)}")
+    shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
+    return Headers(shapes, _DTYPES[max(_DTYPES, key=list(kinds.values()).count)], files)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """The weights of a folder; a file is open while one of its tensors is read, since what was read of it stays mapped.
+
+    Raises:
+        CheckpointError: as :func:`read_headers`.
+    """
+    headers = read_headers(folder)
 
     def read(name: str) -> np.ndarray:
-        return opened[where[name]].get_tensor(name)
+        with open_shard(folder / headers.files[name]) as shard:
+            return shard.get_tensor(name)
 
-    shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
-    # Norms are sometimes kept wider than the rest: the model is what most of its tensors are.
-    kind = max(_DTYPES, key=list(kinds.values()).count)
-    return Tensors(folder, shapes, _DTYPES[kind], read)
+    return Tensors(folder, headers.shapes, headers.dtype, read)
+
+
+@contextmanager
+def open_shard(file: Path) -> Iterator[Any]:
+    """A safetensors file, open for ``get_tensor`` and ``get_slice``.
+
+    Raises:
+        CheckpointError: it is absent or damaged.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from None
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+
+from jdserve.core.spec import ModelSpec
+
+SCALE = "_scale"
+"""What is added to the name of a parameter that is stored as integers to name its scales."""
 
 
 class Attend(Protocol):
@@ -58,4 +64,17 @@ class Model(Protocol):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Rows [N, hidden] to logits [N, vocab] float32; only where the layers end with the model's last."""
+        ...
+
+
+class Plugin(Protocol):
+    """A class from outside the package: a :class:`Model` that reads its own configuration."""
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """The spec of a parsed ``config.json``; a subclass of :class:`ModelSpec` may hold what that one lacks.
+
+        Raises:
+            InvalidPlan: a key is missing, or asks for something that is not computed.
+        """
         ...

@@ -16,28 +16,56 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jdserve.core.spec import ModelSpec
-from jdserve.models.interface import Attend
+from jdserve.models.interface import SCALE, Attend
 from jdserve.models.rotary import Tables, rotate
 
 
 def parameter(
-    shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike, *, parts: tuple[str, ...] = ()
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    dtype: DTypeLike,
+    *,
+    parts: tuple[str, ...] = (),
+    channels: bool = False,
 ) -> nnx.Param[jax.Array]:
     """A zero array with a logical name for each axis.
 
-    ``parts`` are the names, from the module that holds it, of checkpoint tensors that are stacked on a new first axis;
-    empty where the parameter is one tensor of its own name.
+    Args:
+        shape: of the array.
+        axes: their logical names.
+        dtype: of the array.
+        parts: names, from the module that holds it, of checkpoint tensors that are stacked on a new first axis; empty
+            where the parameter is one tensor of its own name.
+        channels: whether its module can also compute with integers [..., out, in] in its place and a parameter of
+            float32 scales [..., out] beside it, whose name ends in :data:`SCALE`.
     """
     # Logical names are mapped to a mesh by the loader, not by NNX: hence no eager sharding.
-    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False, parts=parts)
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False, parts=parts, channels=channels)
+
+
+def store_int8(model: nnx.Module) -> None:
+    """Have a model that was just built store its matrices as integers, where its modules can compute with them.
+
+    Vectors stay as they are, and so does what modules of other origin hold.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        for name, weight in list(vars(module).items()):
+            if isinstance(weight, nnx.Param) and weight.get_metadata().get("channels"):
+                shape, metadata = weight.get_value().shape, weight.get_metadata()
+                axes = metadata["out_sharding"]
+                setattr(module, name, parameter(shape, axes, jnp.int8, parts=metadata["parts"]))
+                setattr(module, name + SCALE, parameter(shape[:-1], axes[:-1], jnp.float32))
 
 
 def wide_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """X [N, in] times the transposed weight [out, in], accumulated and returned in float32 [N, out]."""
+    """X [N, in] times the transposed weight [out, in], accumulated and returned in float32 [N, out].
+
+    Integers are exact in the dtype of x. They are widened inside the product, so that accelerators read 8 bits of each.
+    """
     # Accelerators would round float32 operands to fewer bits by default.
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        x, weight.astype(x.dtype), (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
 
 
@@ -46,34 +74,61 @@ class Linear(nnx.Module):
 
     Attributes:
         weight: [out, in].
+        weight_scale: [out] float32; only there where ``weight`` holds integers.
         bias: [out]; only there with ``bias``.
+
+    ``channels`` is that of :func:`parameter`.
     """
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], dtype: DTypeLike, *, bias: bool = False) -> None:
-        self.weight = parameter(shape, axes, dtype)
+    weight_scale: nnx.Param[jax.Array]
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        dtype: DTypeLike,
+        *,
+        bias: bool = False,
+        channels: bool = True,
+    ) -> None:
+        self.weight = parameter(shape, axes, dtype, channels=channels)
         if bias:
             self.bias = parameter(shape[:1], axes[:1], dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [N, in] to [N, out] float32."""
         out = wide_dot(x, self.weight[...])
+        if hasattr(self, "weight_scale"):
+            out = out * self.weight_scale[...][None, :]
         # Added to the sum over all devices, also where the contraction is split among them.
         return out + self.bias[...].astype(jnp.float32)[None, :] if hasattr(self, "bias") else out
 
 
 class Embedding(nnx.Module):
-    """A table of rows, [rows, width]: token embeddings, positions, and the output projection."""
+    """A table of rows, [rows, width]: token embeddings, positions, and the output projection.
+
+    Attributes:
+        weight: [rows, width].
+        weight_scale: [rows] float32; only there where ``weight`` holds integers.
+    """
+
+    weight_scale: nnx.Param[jax.Array]
 
     def __init__(self, rows: int, width: int, dtype: DTypeLike, axes: tuple[str, str] = ("vocab", "embed")) -> None:
-        self.weight = parameter((rows, width), axes, dtype)
+        self.dtype = dtype
+        self.weight = parameter((rows, width), axes, dtype, channels=True)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Rows [T, width] of ids [T] int32."""
-        return self.weight[ids]
+        rows = self.weight[ids]
+        if hasattr(self, "weight_scale"):
+            rows = (rows.astype(jnp.float32) * self.weight_scale[ids][:, None]).astype(self.dtype)
+        return rows
 
     def logits(self, x: jax.Array) -> jax.Array:
         """X [N, width] times the transposed table, [N, rows] float32."""
-        return wide_dot(x, self.weight[...])
+        out = wide_dot(x, self.weight[...])
+        return out * self.weight_scale[...][None, :] if hasattr(self, "weight_scale") else out
 
 
 class RMSNorm(nnx.Module):

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jdserve.core.spec import ModelSpec
+from jdserve.models.interface import SCALE
 from jdserve.models.layers import Linear, parameter
 
 ROWS = 256
@@ -28,8 +29,8 @@ class SparseFeedForward(nnx.Module):
 
     def __init__(self, spec: ModelSpec, dtype: DTypeLike, names: tuple[str, str, str]) -> None:
         self.chosen, self.normalized = spec.experts_per_token, spec.normalized_routing
-        # Every device routes every token: what it chooses from must be whole.
-        self.gate = Linear((spec.experts, spec.hidden), ("router", "embed"), dtype)
+        # Every device routes every token: what it chooses from must be whole, and a rounded score another choice.
+        self.gate = Linear((spec.experts, spec.hidden), ("router", "embed"), dtype, channels=False)
         self.experts = Experts(spec, dtype, names)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -53,7 +54,10 @@ class SparseFeedForward(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The weights of all experts of a layer, each projection stacked: gate and up [E, ffn, hidden], down transposed."""
+    """The weights of all experts of a layer, each projection stacked: gate and up [E, ffn, hidden], down transposed.
+
+    Where one holds integers, its scales [E, out] float32 are beside it.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: DTypeLike, names: tuple[str, str, str]) -> None:
         inward = (spec.experts, spec.ffn, spec.hidden), ("experts", "expert_mlp", "embed")
@@ -61,15 +65,17 @@ class Experts(nnx.Module):
         self.names = names
         for name, (shape, axes) in zip(names, (inward, inward, outward), strict=True):
             parts = tuple(f"{expert}.{name}.weight" for expert in range(spec.experts))
-            setattr(self, name, parameter(shape, axes, dtype, parts=parts))
+            setattr(self, name, parameter(shape, axes, dtype, parts=parts, channels=True))
 
     def __call__(self, x: jax.Array, share: jax.Array) -> jax.Array:
         """X [T, hidden] through every expert, summed with weights share [T, E], [T, hidden] float32."""
-        gate, up, down = (getattr(self, name)[...] for name in self.names)
-        precision = jax.lax.Precision.HIGHEST if gate.dtype == jnp.float32 else None
+        gate, up, down = self.names
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-        def dot(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-            return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)
+        def dot(equation: str, left: jax.Array, name: str) -> jax.Array:
+            weight = getattr(self, name)[...].astype(x.dtype)
+            out = jnp.einsum(equation, left, weight, precision=precision, preferred_element_type=jnp.float32)
+            return out * getattr(self, name + SCALE)[...][:, None, :] if hasattr(self, name + SCALE) else out
 
         inner = jax.nn.silu(dot("td,efd->etf", x, gate)) * dot("td,efd->etf", x, up)
         out = dot("etf,edf->etd", inner.astype(x.dtype), down)

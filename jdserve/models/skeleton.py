@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jdserve.core.spec import ModelSpec
+from jdserve.core.spec import ModelSpec, WeightFormat
+from jdserve.models.layers import store_int8
 from jdserve.models.registry import model_class
 
 
@@ -23,6 +24,7 @@ class Parameter:
         name: of its tensor in a Hugging Face checkpoint, or of the stack of several.
         shape: as stored on the devices, that is with repeated KV heads.
         axes: logical name of each axis.
+        dtype: as stored on the devices.
         parts: names of the checkpoint's tensors that are stacked on a new first axis, such as those of all experts;
             empty where the checkpoint holds the weight under ``name``.
     """
@@ -30,6 +32,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    dtype: np.dtype[Any]
     parts: tuple[str, ...] = ()
 
     @property
@@ -61,14 +64,37 @@ class Skeleton:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def skeleton(spec: ModelSpec, layers: range, *, kv_heads: int, dtype: DTypeLike) -> Skeleton:
+def skeleton(
+    spec: ModelSpec,
+    layers: range,
+    *,
+    kv_heads: int,
+    dtype: DTypeLike,
+    weights: WeightFormat | None = None,
+    plugin: str | None = None,
+) -> Skeleton:
     """Split a module of ``layers`` that stores ``kv_heads`` KV heads, without making any array.
+
+    Args:
+        spec: of the whole model.
+        layers: in the module.
+        kv_heads: as stored.
+        dtype: of activations, and of weights but for those in ``weights``.
+        weights: how matrices are stored; None for in ``dtype``.
+        plugin: ``module:Class`` of the module, None for what the architecture says.
 
     Raises:
         InvalidPlan: the architecture is unknown, or layers or KV heads do not fit it.
     """
-    cls = model_class(spec.architecture)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(spec, layers, kv_heads=kv_heads, dtype=dtype)))
+    cls = model_class(spec.architecture, plugin)
+
+    def build() -> Any:
+        model = cls(spec, layers, kv_heads=kv_heads, dtype=dtype)
+        if weights == "int8":
+            store_int8(model)
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
     parameters = tuple(_parameter(path, variable) for path, variable in nnx.to_flat_state(state))
     return Skeleton(parameters, graphdef, jax.tree.structure(state))
 
@@ -80,14 +106,19 @@ def _parameter(path: Sequence[Any], variable: Any) -> Parameter:
         ".".join(names),
         tuple(variable.get_value().shape),
         tuple(metadata["out_sharding"]),
+        np.dtype(variable.get_value().dtype),
         tuple(".".join((*outer, part)) for part in metadata.get("parts", ())),
     )
 
 
-def checkpoint_parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """Every weight of a whole model, as a checkpoint has it.
+def checkpoint_parameters(
+    spec: ModelSpec, weights: WeightFormat | None = None, plugin: str | None = None
+) -> tuple[Parameter, ...]:
+    """Every weight of a whole model, as a checkpoint has it; ``weights`` and ``plugin`` as of :func:`skeleton`.
 
     Raises:
         InvalidPlan: the architecture is unknown.
     """
-    return skeleton(spec, range(spec.layers), kv_heads=spec.kv_heads, dtype="float32").parameters
+    every = range(spec.layers)
+    whole = skeleton(spec, every, kv_heads=spec.kv_heads, dtype="float32", weights=weights, plugin=plugin)
+    return whole.parameters

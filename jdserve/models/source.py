@@ -54,7 +54,18 @@ def check_tensors(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> No
     Raises:
         CheckpointError: tensors are missing or misshapen; the message names all of them.
     """
-    found = tensors.shapes
+    check_held(tensors.path, tensors.shapes, wanted)
+    unknown = sorted(name for name in tensors.shapes.keys() - wanted.keys() if not _redundant(name))
+    if unknown:
+        log.warning("%s holds tensors that the model does not use: %s", tensors.path, ", ".join(unknown))
+
+
+def check_held(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the checkpoint at ``path`` holds the wanted tensors.
+
+    Raises:
+        CheckpointError: tensors are missing or misshapen; the message names all of them.
+    """
     missing = sorted(wanted.keys() - found.keys())
     misshapen = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
@@ -64,10 +75,7 @@ def check_tensors(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> No
     if missing or misshapen:
         problems = [f"missing: {', '.join(missing)}"] if missing else []
         problems += [f"wrong shape: {', '.join(misshapen)}"] if misshapen else []
-        raise CheckpointError(f"{tensors.path} does not hold the model of its configuration; {'; '.join(problems)}")
-    unknown = sorted(name for name in found.keys() - wanted.keys() if not _redundant(name))
-    if unknown:
-        log.warning("%s holds tensors that the model does not use: %s", tensors.path, ", ".join(unknown))
+        raise CheckpointError(f"{path} does not hold the model of its configuration; {'; '.join(problems)}")
 
 
 def _redundant(name: str) -> bool:

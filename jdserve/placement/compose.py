@@ -124,6 +124,7 @@ def _plan(
     return Plan(
         model=job.model,
         dtype=job.dtype,
+        weights=job.weights,
         page_size=job.page_size,
         max_model_len=job.max_model_len,
         slo=job.slo,

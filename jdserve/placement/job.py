@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jdserve.core.errors import InvalidWorkload
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 from jdserve.cost.cluster import Cluster
 from jdserve.cost.latency import LatencyModel
 from jdserve.sim.lengths import FromTrace, LogNormal, SharedPrefix, Uniform
@@ -48,6 +48,7 @@ class Job:
         spec: shape of the model.
         model: as the plan names it: a path, or a name that the server knows.
         dtype: of weights, activations and KV.
+        weights: how matrices are stored; None for in ``dtype``.
         cluster: the machines.
         source: the requests.
         workload: name of the source, for people.
@@ -87,6 +88,7 @@ class Job:
     tolerance: float = 0.02
     kv_tokens: Mapping[tuple[int, int], int] | None = field(default=None, hash=False)
     link_share: float = 0.8
+    weights: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         if self.rate is not None and not (math.isfinite(self.rate) and self.rate >= 0):

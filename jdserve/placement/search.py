@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 from jdserve.cost.cluster import Cluster
 from jdserve.cost.latency import LatencyModel
 from jdserve.cost.models import model as known_model
@@ -41,6 +41,7 @@ def search(
     wide: bool = True,
     checkpoint: str | None = None,
     dtype: DType | None = None,
+    weights: WeightFormat | None = None,
     max_model_len: int | None = None,
     page_size: int = 16,
     max_num_seqs: int = 256,
@@ -72,6 +73,7 @@ def search(
         wide: search beyond Algorithms 1 and 2: mixed numbers of instances, and colocated ones.
         checkpoint: model as the plan shall name it, where it differs from ``model``.
         dtype: of weights, activations and KV; by default bfloat16, on CPU float32.
+        weights: how matrices are stored; None for in ``dtype``.
         max_model_len: longest request of the plan; by default that of the workload, rounded up.
         page_size: token positions per page.
         max_num_seqs: largest decode batch that is considered.
@@ -106,12 +108,15 @@ def search(
         spec=spec,
         model=checkpoint or (model if isinstance(model, str) else spec.architecture),
         dtype=dtype,
+        weights=weights,
         cluster=cluster,
         source=source,
         workload=name,
         slo=slo,
         latency=latency
-        or RooflineModel(spec=spec, dtype=dtype, device=cluster.device, per_node=cluster.devices_per_node),
+        or RooflineModel(
+            spec=spec, dtype=dtype, device=cluster.device, per_node=cluster.devices_per_node, weights=weights
+        ),
         rate=rate,
         devices=cluster.devices if devices is None else min(devices, cluster.devices),
         max_model_len=length,

@@ -95,6 +95,7 @@ class Sizer:
             max_model_len=job.max_model_len,
             step_tokens=step,
             batch=batch,
+            weights=job.weights,
         )
         return found.pages if found.fits else found.reason
 

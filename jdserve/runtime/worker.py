@@ -119,7 +119,7 @@ class WorkerProcess:
             if here != ours:
                 raise InvalidPlan("$.workers", f"worker {self._name} is {here} for the server, {ours} in --plan")
             progress = Progress(self._show)
-            model = resolve(plan.model, progress)
+            model = resolve(plan.model, progress, weights=plan.weights, plugin=plan.model_plugin)
             if welcome.world is not None:
                 _join(welcome.world, here, plan)
             plan.check(model.spec)

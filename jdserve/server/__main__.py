@@ -21,7 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the server."""
     add = parser.add_argument
     add("--plan", type=Path, default=None, help="plan.json to serve (default: one prefill and one decode instance)")
-    add("--model", help="overrides the plan's model: a Hugging Face folder, a .gguf file, or a built-in name")
+    add(
+        "--model",
+        help="overrides the plan's model: a name that is known (smollm2-135m-instruct, gemma-3-270m), a Hugging Face"
+        " folder, a .gguf file, a folder of `jdserve convert`, or an id of the Hugging Face hub (owner/name)",
+    )
+    add("--weights", choices=("int8",), help="how matrices are stored; overrides the plan's (default: in its dtype)")
+    add(
+        "--model-plugin",
+        metavar="MODULE:CLASS",
+        help="class from outside jdserve that computes the model; every worker must be able to import it",
+    )
     add("--max-model-len", type=_positive, help="most tokens (prompt and output) of one request; overrides the plan's")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
@@ -83,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         Options(
             plan=args.plan or default_plan(),
             model=args.model,
+            weights=args.weights,
+            model_plugin=args.model_plugin,
             host=args.host,
             port=args.port,
             served_name=args.served_model_name,

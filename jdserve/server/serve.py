@@ -23,6 +23,7 @@ from fastapi import FastAPI
 
 from jdserve.core.errors import InvalidPlan, JdserveError
 from jdserve.core.plan import Plan
+from jdserve.core.spec import WeightFormat
 from jdserve.models.load import resolve
 from jdserve.runtime.channel import Keys, new_secret
 from jdserve.runtime.engine import Engine
@@ -46,7 +47,7 @@ class Options:
 
     Attributes:
         plan: path of the plan.
-        model: overrides the plan's model, None to keep it.
+        model, weights, model_plugin: override the plan's, None to keep them.
         host, port: to listen on; port 0 takes a free one.
         served_name: what clients call the model, None for its own name.
         chat_template: file with a jinja template that replaces the model's, None to keep it.
@@ -61,6 +62,8 @@ class Options:
 
     plan: Path
     model: str | None = None
+    weights: WeightFormat | None = None
+    model_plugin: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str | None = None
@@ -75,6 +78,21 @@ class Options:
     secret_file: Path | None = None
     join_timeout_s: float = 60.0
     heartbeat_timeout_s: float = 10.0
+
+    def overrides(self, plan: Plan) -> Plan:
+        """The plan with what the command line says otherwise.
+
+        Raises:
+            InvalidPlan: it is refused.
+        """
+        given = {
+            "model": self.model,
+            "weights": self.weights,
+            "model_plugin": self.model_plugin,
+            "max_model_len": self.max_model_len,
+        }
+        plan = msgspec.structs.replace(plan, **{name: value for name, value in given.items() if value is not None})
+        return Plan.from_json(plan.to_json())
 
     def cluster(self) -> ClusterOptions:
         """How the workers are run.
@@ -104,15 +122,12 @@ def serve(options: Options) -> int:
     logging.basicConfig(format="jdserve: %(message)s", level=logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a client that has gone
     try:
-        plan = Plan.load(options.plan)
-        if options.max_model_len is not None:
-            plan = msgspec.structs.replace(plan, max_model_len=options.max_model_len)
-            plan.check()
+        plan = options.overrides(Plan.load(options.plan))
         if options.chat_template is not None:
             options.chat_template.read_text()  # what is wrong with the file is told now, not after the start
         cluster = None if options.in_process else options.cluster()
         if cluster is not None:
-            plan = msgspec.structs.replace(settled(plan, cluster), model=options.model or plan.model)
+            plan = settled(plan, cluster)
         listener = _bind(options.host, options.port)
     except (InvalidPlan, OSError, ValueError) as error:
         print(f"jdserve: {error}", file=sys.stderr)
@@ -190,7 +205,7 @@ async def _serve(options: Options, plan: Plan, cluster: ClusterOptions | None, l
 async def _start(
     options: Options, plan: Plan, cluster: ClusterOptions | None, port: int, progress: Progress
 ) -> tuple[Engine, FastAPI, str]:
-    model = await asyncio.to_thread(resolve, options.model or plan.model, progress)
+    model = await asyncio.to_thread(resolve, plan.model, progress, weights=plan.weights, plugin=plan.model_plugin)
     plan.check(model.spec)
     tokenizer = Tokenizer.read(model.folder, options.chat_template)
     if cluster is None:

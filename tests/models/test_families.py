@@ -14,8 +14,7 @@ from paged import Paged, read_leaves
 from test_llama import dense_attend
 
 from jdserve.core.spec import ModelSpec
-from jdserve.models.convert import convert, convert_here
-from jdserve.models.load import load_params
+from jdserve.models.load import load_params, resolve
 from jdserve.models.moe import ROWS, SparseFeedForward
 from jdserve.models.registry import architectures
 from jdserve.models.rotary import frequencies, rotary_tables
@@ -64,17 +63,13 @@ def test_logits_at_0_1k_and_8k_equal_transformers(name, oracle):
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """``converted(name)`` is the checkpoint of a family, converted in this process and once."""
+def written(tmp_path_factory):
+    """``written(name)`` is the checkpoint of a family, written once."""
     done = {}
 
     def get(name):
         if name not in done:
-            folder = write_family(tmp_path_factory.mktemp(name) / name, name)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-                convert_here(folder)
-                done[name] = convert(folder)
+            done[name] = resolve(write_family(tmp_path_factory.mktemp(name) / name, name))
         return done[name]
 
     return get
@@ -107,10 +102,10 @@ FIRST = [(name, 4, True) for name in ("opt", "qwen2", "gemma3", "mixtral")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "cut"), further(LAYOUTS, [layout for layout in LAYOUTS if layout not in FIRST]))
-def test_devices_and_stages_change_nothing(name, tp, cut, converted, oracle):
+def test_devices_and_stages_change_nothing(name, tp, cut, written, oracle):
     """Over 4 devices the 2 KV heads, and their biases, are repeated."""
     stages = [range(layer, layer + 1) for layer in range(LAYERS)] if cut else [range(LAYERS)]
-    logits, weights = staged_logits(converted(name), stages, tp, prompt(POSITIONS[1] + 1))
+    logits, weights = staged_logits(written(name), stages, tp, prompt(POSITIONS[1] + 1))
     near(logits, oracle[name][1:2])
     for weight, leaf in weights.items():
         parts = {shard.data.shape for shard in leaf.addressable_shards}

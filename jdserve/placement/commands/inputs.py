@@ -12,7 +12,7 @@ from pathlib import Path
 from jdserve.core.errors import InvalidWorkload, JdserveError
 from jdserve.core.profile import Profile
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType, ModelSpec
+from jdserve.core.spec import DType, ModelSpec, WeightFormat
 from jdserve.cost.a100 import A100Profile, a100_kv_tokens
 from jdserve.cost.cluster import Cluster
 from jdserve.cost.fitted import FittedModel
@@ -182,21 +182,32 @@ class Machines:
     Args:
         args: of :func:`add_machines`.
         model: name, for measurements.
-        spec, dtype: the model.
+        spec, dtype, weights: the model.
 
     Raises:
         InvalidPlan: a file is refused.
         Unmeasured: the model was not measured.
     """
 
-    def __init__(self, args: argparse.Namespace, model: str, spec: ModelSpec, dtype: DType | None) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: str,
+        spec: ModelSpec,
+        dtype: DType | None,
+        weights: WeightFormat | None = None,
+    ) -> None:
         self.cluster = cluster = Cluster.load(args.cluster)
         self.dtype: DType = dtype or ("float32" if cluster.device.platform == "cpu" else "bfloat16")
         self.kv_tokens: Mapping[tuple[int, int], int] | None = None
         self.latency: LatencyModel
         if args.latency == "roofline":
             self.latency = RooflineModel(
-                spec=spec, dtype=self.dtype, device=cluster.device, per_node=cluster.devices_per_node
+                spec=spec,
+                dtype=self.dtype,
+                device=cluster.device,
+                per_node=cluster.devices_per_node,
+                weights=weights,
             )
         elif args.latency == "a100":
             self.latency, self.kv_tokens = A100Profile(model), a100_kv_tokens(model)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jdserve.core.errors import InvalidWorkload
 from jdserve.core.plan import Plan, role_of
 from jdserve.core.request import SLO
-from jdserve.core.spec import DType
+from jdserve.core.spec import DType, WeightFormat
 from jdserve.cost.models import model as known_model
 from jdserve.placement import search
 from jdserve.placement.commands.inputs import (
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a name of `jdserve models`, or the folder of a checkpoint")
     add("--checkpoint", metavar="PATH", help="model as the plan shall name it, where it differs")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16, on CPU float32)")
+    add("--weights", choices=("int8",), help="how matrices are stored (default: in the dtype)")
     add("--max-model-len", type=whole(1), metavar="TOKENS", help="longest request (default: that of the workload)")
     add(
         "--rate",
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     slo = slo_of(args)
     assert slo is not None
     source = source_of(args)
-    job = job_of(args, args.model, source, slo, args.rate, args.dtype, args.max_model_len)
+    job = job_of(args, args.model, source, slo, args.rate, args.dtype, args.max_model_len, args.weights)
     with bar(args.quiet) as progress:
         result = searched(args, job, source, progress, args.checkpoint)
         study = None
@@ -118,6 +119,7 @@ def job_of(
     rate: float | None,
     dtype: DType | None,
     max_model_len: int | None = None,
+    weights: WeightFormat | None = None,
 ) -> Job:
     """What the flags ask for, as :func:`search` understands it.
 
@@ -126,7 +128,7 @@ def job_of(
         InvalidWorkload: no request is short enough for the model.
     """
     spec = known_model(model)
-    machines = Machines(args, model, spec, dtype)
+    machines = Machines(args, model, spec, dtype, weights)
     cluster = machines.cluster
     length = min(max_model_len or model_len(spec, source, args.requests), spec.context)
     lengths = source.lengths
@@ -134,6 +136,7 @@ def job_of(
         spec=spec,
         model=model,
         dtype=machines.dtype,
+        weights=weights,
         cluster=cluster,
         source=within(source, length)[0],
         workload=lengths.trace.name if isinstance(lengths, FromTrace) else type(lengths).__name__.lower(),
@@ -171,6 +174,7 @@ def searched(
         wide=not args.narrow,
         checkpoint=checkpoint or job.model,
         dtype=job.dtype,
+        weights=job.weights,
         max_model_len=job.max_model_len,
         kv_tokens=job.kv_tokens,
         requests=job.requests,

@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.model or present.model
     present.check(known_model(name))
     source = _source(found.trace)
-    job = job_of(args, name, source, slo, rate, present.dtype)
+    job = job_of(args, name, source, slo, rate, present.dtype, weights=present.weights)
     with bar(args.quiet) as progress:
         result = searched(args, job, source, progress, present.model)
     for line in changes(job, present, result):

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         name = args.model or plan.model
         spec = known_model(name)
         plan.check(spec)
-        machines = Machines(args, name, spec, plan.dtype)
+        machines = Machines(args, name, spec, plan.dtype, plan.weights)
         missing = sorted({worker.host for worker in plan.workers} - set(machines.cluster.names))
         if missing:
             raise InvalidWorkload(f"--cluster: has no {', '.join(missing)}, where the plan has workers")
