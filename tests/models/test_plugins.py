@@ -81,6 +81,7 @@ def test_a_name_goes_before_our_own(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     edit_json(folder / "config.json", logit_scale=2.0)
     np.testing.assert_array_equal(logits(resolve(folder, plugin=PLUGIN)), 2 * logits(resolve(folder)))
+    assert model_class("LlamaForCausalLM", PLUGIN).__name__ == "ScaledLlama"
 
 
 @pytest.mark.parametrize(

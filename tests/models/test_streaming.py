@@ -87,6 +87,19 @@ def test_each_device_reads_its_part_and_each_byte_is_read_once(folder, watch, de
     assert set(readings) == set(expected)
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_large_part_is_read_in_pieces(folder, watch, monkeypatch, devices):
+    readings, _ = watch
+    monkeypatch.setattr(streaming, "_PIECE", 3000)
+    model = resolve(folder)
+    expected = source_weights(folder)
+    structure, leaves = load_params(model, range(4), kv_heads=4, dtype="float32", place=place_on(devices))
+    for parameter, leaf in zip(structure.parameters, leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), expected[parameter.name])
+        assert sum(readings[parameter.name]) == leaf.size
+        assert max(readings[parameter.name]) <= 750
+
+
 def test_a_stage_reads_its_layers_and_opens_the_files_they_are_in(folder, watch):
     readings, opened = watch
     model = resolve(folder)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from paged import Paged, read_leaves
 
-from jdserve.models.convert import convert_here
 from jdserve.models.load import resolve
 from runtime.harness import colocated, decode, plan_of, prefill, request, serve
 
@@ -36,7 +35,6 @@ FIRST = ("gemma3",)
 def test_1p1d_equals_colocated(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = families.write_family(tmp_path / name, name, **CHANGES.get(name, {}))
-    convert_here(folder)
     model = resolve(folder)
     wanted = [
         request(f"g{length}", map(int, families.prompt(length)), max_tokens=LONGEST - 20, logprobs=2)
