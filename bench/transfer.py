@@ -111,7 +111,7 @@ class Finished:
         self.reading.add_done_callback(lambda done: failed() if done.exception() else None)
 
     def _read(self, take: Callable[..., None]) -> None:
-        from jdserve.ops.pages import host_memory
+        from jdserve.ops.host import host_memory
 
         take(0, [tuple(host_memory(array) for array in self.stage)], range(self.pages))
 

@@ -6,7 +6,6 @@ what is mapped of one file and one part, beside what the devices hold; on accele
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jdserve.compat import Device
 from jdserve.models.hf_checkpoint import open_shard, read_headers
 from jdserve.models.progress import Progress, silent
 from jdserve.models.source import check_held
+from jdserve.ops.host import aligned
 
 
 def stream(
@@ -56,7 +56,6 @@ def stream(
     return {name: growing.array() for name, growing in arrays.items()}
 
 
-_ALIGNMENT = 64
 _PIECE = 8 << 20
 """Bytes, as cast, that are read at a time."""
 
@@ -118,12 +117,8 @@ class _Growing:
 
 
 def _empty(part: Part, dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory for a part, so aligned that a CPU device takes it for its own instead of copying it."""
-    shape = [stop - start for start, stop in part]
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size].view(dtype).reshape(shape)
+    """Memory for a part."""
+    return aligned([stop - start for start, stop in part], dtype)
 
 
 def _read(tensor: Any, part: Sequence[tuple[int, int]], into: np.ndarray) -> None:

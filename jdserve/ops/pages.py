@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jdserve.ops.attention import KVPool
@@ -38,18 +36,6 @@ def read_pages(pool: KVPool, pages: Array, platform: str) -> KVPool:
     if platform == "cpu" and pool.keys.dtype.itemsize >= 4:
         return KVPool(*(_read(array, pages) for array in pool))
     return KVPool(pool.keys[:, pages], pool.values[:, pages])
-
-
-def host_memory(array: Array) -> np.ndarray:
-    """The memory of a computed array on one CPU device, read-only.
-
-    Unlike ``np.asarray`` this holds no reference, which would turn the donation of a pool into a copy of it. So the
-    caller keeps the array, and launches nothing that it is donated to, while the memory is read.
-    """
-    address = ctypes.cast(array.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
-    view = np.ctypeslib.as_array(address, (array.nbytes,)).view(array.dtype).reshape(array.shape)
-    view.flags.writeable = False
-    return view
 
 
 def _read(array: Array, pages: Array) -> Array:

@@ -20,7 +20,8 @@ from jdserve.core.plan import Instance, Plan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.skeleton import Skeleton
 from jdserve.ops.attention import KVPool, attention_ops
-from jdserve.ops.pages import host_memory, read_pages, write_pages
+from jdserve.ops.host import host_memory
+from jdserve.ops.pages import read_pages, write_pages
 from jdserve.runtime.buckets import Buckets, StepShape
 from jdserve.runtime.budget import check_pool, free_bytes
 from jdserve.runtime.state import Admission, admit, empty_state

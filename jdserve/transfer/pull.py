@@ -32,11 +32,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jdserve.compat import Device
 from jdserve.core.errors import TransferError
+from jdserve.ops.host import aligned
 from jdserve.transfer.base import KVCopy, KVPages, Landed, Shards, never
 from jdserve.transfer.layout import KVHandle, KVLayout, KVPart, TransportKind
 from jdserve.transfer.offers import Offers, Wait, check_handle, check_host, checksums_of, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes, pieces_here
-from jdserve.transfer.reading import aligned, read_piece
+from jdserve.transfer.reading import read_piece
 from jdserve.transfer.reshard import Piece, plan_pieces, shipments
 
 PARALLEL_COPIES = 4

@@ -12,17 +12,6 @@ import numpy as np
 from jdserve.transfer.base import Shards, never
 from jdserve.transfer.reshard import Piece
 
-ALIGNMENT = 64
-"""Bytes: what lies so is taken over by XLA on CPU without a copy."""
-
-
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array with nothing in it that a device of the host may borrow."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
-
 
 def read_piece(
     piece: Piece, shards: Shards, pages: Seq[int], into: Seq[np.ndarray], over: Callable[[], bool] = never

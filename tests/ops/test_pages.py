@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jdserve.ops.attention import KVPool
-from jdserve.ops.pages import host_memory, read_pages, write_pages
+from jdserve.ops.host import host_memory
+from jdserve.ops.pages import read_pages, write_pages
 from jdserve.sharding.rules import ShardingRules, instance_mesh
 
 SHAPE = (3, 9, 4, 16, 8)

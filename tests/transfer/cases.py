@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdserve.ops.attention import KVPool
-from jdserve.ops.pages import host_memory
+from jdserve.ops.host import host_memory
 from jdserve.sharding.rules import ShardingRules, instance_mesh
 from jdserve.transfer.base import KVCopy
 from jdserve.transfer.layout import KVLayout

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jdserve.core.errors import TransferError
-from jdserve.ops.pages import host_memory
+from jdserve.ops.host import host_memory
 from jdserve.transfer.device_put import DevicePutTransport, join_world
 from jdserve.transfer.local import LocalTransport
 from jdserve.transfer.pull import PullTransport
