@@ -121,8 +121,8 @@ def test_resolving_converts_to_int8_and_keeps_both(tmp_path: Path):
 
 @pytest.mark.slow
 def test_it_is_served(tmp_path: Path):
-    """Over 4 devices, by step programs; the tokens are those of the rounded weights."""
-    plan = local_plan(colocated(token_budget=16, max_num_seqs=1, pages=3, tp=4), longest=32)
+    """Over 2 devices, by step programs; the tokens are those of the rounded weights."""
+    plan = local_plan(colocated(token_budget=16, max_num_seqs=1, pages=3, tp=2), longest=32)
     asked = [request(f"r{i}", (5 + i, 6, 7), max_tokens=6) for i in range(2)]
     reference = write_family(tmp_path / "reference", "llama")
     rounded_weights = {name: rounded(name, weight) for name, weight in weights(CONFIGS["llama"]).items()}
