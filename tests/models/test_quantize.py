@@ -12,6 +12,8 @@ from families import CONFIGS, LAYERS, VOCAB, weights, write_family
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from runtime.harness import colocated, request, serve
+from runtime.harness import plan_of as local_plan
 from safetensors.numpy import save_file
 from test_checkpoints import made, place_on
 from test_llama import dense_attend
@@ -115,3 +117,16 @@ def test_resolving_converts_to_int8_and_keeps_both(tmp_path: Path):
     assert resolve(model.folder).weights == "int8"
     with pytest.raises(CheckpointError, match="converted without int8 weights"):
         resolve(made(folder).folder, weights="int8")
+
+
+@pytest.mark.slow
+def test_it_is_served(tmp_path: Path):
+    """Over 2 devices, by step programs; the tokens are those of the rounded weights."""
+    plan = local_plan(colocated(token_budget=16, max_num_seqs=1, pages=3, tp=2), longest=32)
+    asked = [request(f"r{i}", (5 + i, 6, 7), max_tokens=6) for i in range(2)]
+    reference = write_family(tmp_path / "reference", "llama")
+    rounded_weights = {name: rounded(name, weight) for name, weight in weights(CONFIGS["llama"]).items()}
+    save_file(rounded_weights, reference / "model.safetensors")
+    expected = [answer.tokens for answer in serve(resolve(reference), plan, asked)]
+    model = made(write_family(tmp_path / "model", "llama"), weights="int8")
+    assert [answer.tokens for answer in serve(model, plan, asked)] == expected
