@@ -271,6 +271,8 @@ class Gemma3(Rotary, kw_only=True, frozen=True):
             | {
                 "local_rope_theta": self._local_theta(),
                 "query_scalar": self.query_pre_attn_scalar,
+                # of this family the key is the context after scaling, also where that is linear
+                "context": self.max_position_embeddings,
             }
         )
 
