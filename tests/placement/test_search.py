@@ -14,7 +14,7 @@ from jdserve.core.request import SLO
 from jdserve.cost.closed_form import ClosedForm
 from jdserve.cost.hardware import Link, hardware
 from jdserve.cost.models import model
-from jdserve.cost.roofline import RooflineModel
+from jdserve.cost.roofline import Efficiency, RooflineModel
 from jdserve.placement.evaluate import highest
 from jdserve.sim.lengths import SharedPrefix, Uniform
 from jdserve.sim.simulate import simulate
@@ -190,7 +190,7 @@ def test_a_very_high_goodput_is_not_cut() -> None:
         device=type(row)(
             **{name: getattr(row, name) for name in row.__struct_fields__} | {"bfloat16": 1e19, "bytes_per_s": 1e18}
         ),
-        efficiency=type(RooflineModel.__struct_defaults__[-1])(step_s=1e-7),
+        efficiency=Efficiency(step_s=1e-7),
     )
     result = run(cluster(per_node=2), latency=fast, wide=False, requests=40)
     assert result.per_device is not None
