@@ -129,14 +129,18 @@ def decode_attention(
     tables, step = _pages_per_chunk(tables, page_size)
     grouped = _scaled(q).reshape(batch * kv_heads, heads // kv_heads, head_dim)
     places = step * page_size
-    start = jnp.zeros_like(context) if window is None else jnp.maximum(context - window, 0)
-    # A padding row begins nowhere: it must not hold the others back.
-    first = jnp.where(context > 0, start, context.max()).min() // places
+    first: Array | int = 0
+    start = None if window is None else jnp.maximum(context - window, 0)
+    if start is not None:
+        # A padding row begins nowhere: it must not hold the others back.
+        first = jnp.where(context > 0, start, context.max()).min() // places
 
     def chunk(index: Array, state: _Softmax) -> _Softmax:
         pages = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
         place = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :]
-        alive = (place < context[:, None]) & (place >= start[:, None])
+        alive = place < context[:, None]
+        if start is not None:
+            alive &= place >= start[:, None]
         keys, values = _read_pages(pool, layer, pages, alive, q.dtype)
         mask = jnp.repeat(alive, kv_heads, axis=0)[:, None, :]
         flat = (batch * kv_heads, places, head_dim)
