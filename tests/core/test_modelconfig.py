@@ -100,7 +100,8 @@ def test_windows() -> None:
 def test_gemma() -> None:
     read = spec("gemma3")
     assert (read.rope_theta, read.local_rope_theta, read.query_scalar) == (1e6, 1e4, 24)
-    assert read.context == 8192, "its key is the context after scaling"
+    assert read.context == 8192, "its key is the context after linear scaling"
+    assert spec("gemma3", rope_scaling={"rope_type": "dynamic", "factor": 4.0}).context == 4 * 8192
     assert read.rope_scaling == RopeScaling("linear", 8.0, 8192)
     nested = {
         FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
