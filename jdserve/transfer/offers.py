@@ -23,8 +23,8 @@ from jdserve.transfer.pieces import flat_shapes
 from jdserve.transfer.reshard import plan_pieces
 
 FIRST_POLL_S = 50e-6
-LAST_POLL_S = 1e-3
-"""A wait looks again after a thirtieth of what it has waited so far, within these bounds."""
+LAST_POLL_S = 5e-4
+"""A wait looks again after a sixtieth of what it has waited so far, within these bounds."""
 
 Kept = TypeVar("Kept")
 
@@ -177,7 +177,7 @@ class Wait:
         while not ready():
             self.check()
             waited = time.monotonic() - started
-            time.sleep(min(max(waited / 30, FIRST_POLL_S), LAST_POLL_S))
+            time.sleep(min(max(waited / 60, FIRST_POLL_S), LAST_POLL_S))
 
 
 def are_ready(arrays: Seq[Any]) -> bool:

@@ -215,7 +215,7 @@ def test_an_id_that_was_never_offered(any_ends):
     ends = any_ends
     handle = ends.offer(small_copy(layout()), layout())
     with pytest.raises(TransferError, match=f"request r: .*({NOT_THERE})"):
-        ends.pull(msgspec.structs.replace(handle, id=handle.id ^ 1), timeout_s=0.2)
+        ends.pull(msgspec.structs.replace(handle, id=handle.id ^ 2), timeout_s=0.2)
     if ends.kind != "device_put":
         ends.lands(handle)
 
@@ -338,7 +338,7 @@ def test_the_other_process_of_a_world_answers_while_a_producer_computes(make, ga
     with pytest.raises(TransferError, match="did not arrive"):
         ends.pull(slow, timeout_s=0.05)
     with pytest.raises(TransferError, match="is gone"):
-        ends.pull(msgspec.structs.replace(slow, id=slow.id ^ 1), timeout_s=WAIT_S / 4)
+        ends.pull(msgspec.structs.replace(slow, id=slow.id ^ 2), timeout_s=WAIT_S / 4)
     assert not gate.event.is_set()
 
 
