@@ -19,6 +19,9 @@ from jdserve.runtime.progress import Progress
 
 LONGEST = 128
 
+DEVICES = 4
+"""That the tests have."""
+
 
 def prefill(name: str = "p0", **changes: object) -> PrefillInstance:
     return PrefillInstance(**{"name": name, "pages": 40, "lm_tokens": 64, "max_batch": 4, **changes})  # type: ignore[arg-type]
@@ -34,12 +37,21 @@ def colocated(mode: str = "prefill_first", **changes: object) -> ColocatedInstan
 
 
 def plan_of(*instances: PrefillInstance | DecodeInstance | ColocatedInstance, longest: int = LONGEST) -> Plan:
-    """A plan that gives each instance the next free devices."""
-    stages, device = [], 0
+    """A plan that gives each instance the next free devices, from the end where it decodes.
+
+    So equal instances of different plans have the same devices, and programs that one test compiled serve another.
+    """
+    stages: list[HostedStage] = []
+    low, high = 0, max(DEVICES, sum(instance.tp * instance.pp for instance in instances))
     for instance in instances:
+        count = instance.tp * instance.pp
+        if isinstance(instance, DecodeInstance):
+            first = high = high - count
+        else:
+            first, low = low, low + count
         for stage in range(instance.pp):
-            stages.append(HostedStage(instance.name, tuple(range(device, device + instance.tp)), stage))
-            device += instance.tp
+            at = first + stage * instance.tp
+            stages.append(HostedStage(instance.name, tuple(range(at, at + instance.tp)), stage))
     return Plan(model="tiny", max_model_len=longest, instances=instances, workers=(Worker("w0", tuple(stages)),))
 
 
@@ -108,6 +120,15 @@ def serve(model: LoadedModel, plan: Plan, requests: Sequence[Request], **options
         return list(await asyncio.gather(*(answer(engine, r) for r in requests)))
 
     return run(engine_for(model, plan, **options), body)  # type: ignore[return-value, arg-type]
+
+
+def serve_alone(model: LoadedModel, requests: Sequence[Request]) -> list[Answer]:
+    """The oracle of every topology: one colocated instance on one device, one request after another."""
+
+    async def body(engine: Engine) -> list[Answer]:
+        return [await answer(engine, one) for one in requests]
+
+    return run(engine_for(model, plan_of(colocated(prefix_cache=False))), body)  # type: ignore[return-value]
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

@@ -32,11 +32,10 @@ from runtime.harness import (
     prompt,
     request,
     run,
-    serve,
+    serve_alone,
     settled,
 )
 
-LONGEST = 64
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"logprobs": 2},
@@ -62,7 +61,7 @@ def workload() -> list[Request]:
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> list[Answer]:
     """The oracle: one device, requests one by one."""
-    return serve(model, plan_of(colocated(max_num_seqs=1, prefix_cache=False), longest=LONGEST), workload())
+    return serve_alone(model, workload())
 
 
 def same(ours: list[Answer], oracle: list[Answer]) -> None:
@@ -98,12 +97,12 @@ FURTHER = ("chunked PP2", "PP2-PP2")
 """Left out unless they are asked for."""
 
 TOPOLOGIES: dict[str, Plan] = {
-    "colocated PP2": plan_of(colocated(pp=2), longest=LONGEST),
-    "chunked PP2": plan_of(colocated("chunked", pp=2, token_budget=32), longest=LONGEST),
-    "PP2-PP1": plan_of(prefill(pp=2), decode(), longest=LONGEST),
-    "PP1-PP2": plan_of(prefill(), decode(pp=2), longest=LONGEST),
-    "PP2xTP2-PP1": plan_of(prefill(pp=2, tp=2), decode(), longest=LONGEST),
-    "PP2-PP2": plan_of(prefill(pp=2, max_batch=2), decode(pp=2), longest=LONGEST),
+    "colocated PP2": plan_of(colocated(pp=2)),
+    "chunked PP2": plan_of(colocated("chunked", pp=2, token_budget=32)),
+    "PP2-PP1": plan_of(prefill(pp=2), decode()),
+    "PP1-PP2": plan_of(prefill(), decode(pp=2)),
+    "PP2xTP2-PP1": plan_of(prefill(pp=2, tp=2), decode()),
+    "PP2-PP2": plan_of(prefill(pp=2, max_batch=2), decode(pp=2)),
 }
 
 
@@ -175,13 +174,13 @@ def test_micro_batches_are_in_flight_together(model: LoadedModel, alone: list[An
     assert all(one.together.is_set() for one in gated)
 
 
-@pytest.mark.parametrize("kind", ["decode", "colocated"])
+@pytest.mark.parametrize("kind", ["decode", pytest.param("colocated", marks=pytest.mark.long)])
 def test_preempted_requests_end_with_the_same_tokens(kind: str, model: LoadedModel) -> None:
     """6 pages of 16, three requests that grow to 3 pages each."""
     small = {"pages": 6, "watermark": 0.0, "pp": 2}
     plans = {
-        "decode": plan_of(prefill(), decode(**small), longest=LONGEST),
-        "colocated": plan_of(colocated(prefix_cache=False, **small), longest=LONGEST),
+        "decode": plan_of(prefill(), decode(**small), longest=64),
+        "colocated": plan_of(colocated(prefix_cache=False, **small), longest=64),
     }
     wanted = [
         request(name, prompt(20, index), max_tokens=26, **OPTIONS[4 if name == "b" else 1])
@@ -194,7 +193,7 @@ def test_preempted_requests_end_with_the_same_tokens(kind: str, model: LoadedMod
 
     ours, preemptions = run(engine_for(model, plans[kind]), body)  # type: ignore[misc]
     assert preemptions >= 1
-    same(ours, serve(model, plan_of(colocated(prefix_cache=False), longest=LONGEST), wanted))
+    same(ours, serve_alone(model, wanted))
 
 
 @pytest.mark.parametrize("at", [0, 5])

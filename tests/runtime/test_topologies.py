@@ -22,6 +22,7 @@ from runtime.harness import (
     request,
     run,
     serve,
+    serve_alone,
 )
 
 SAMPLED = [
@@ -49,7 +50,7 @@ def workload() -> list[Request]:
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> list[Answer]:
     """The oracle: one colocated instance on one device, requests one by one."""
-    return serve(model, plan_of(colocated(max_num_seqs=1, prefix_cache=False)), workload())
+    return serve_alone(model, workload())
 
 
 TOPOLOGIES: dict[str, Plan] = {
@@ -66,7 +67,7 @@ TOPOLOGIES: dict[str, Plan] = {
 }
 
 
-FURTHER = ("two decode layouts", "kv_capacity", "chunked")
+FURTHER = ("two decode layouts", "kv_capacity", "chunked", "colocated TP4")
 """Left out unless they are asked for."""
 
 
@@ -107,10 +108,10 @@ def test_logprobs_cover_the_first_token_too(alone: list[Answer]) -> None:
     assert all(len(entry.top) == 3 for entry in alone[0].logprobs)
 
 
-@pytest.mark.parametrize("roles", ["disaggregated", "colocated", "chunked"])
+@pytest.mark.parametrize("roles", ["disaggregated", "colocated", pytest.param("chunked", marks=pytest.mark.long)])
 def test_preempted_requests_end_with_the_same_tokens(roles: str, model: LoadedModel) -> None:
     """KV-05, PD-05: 7 pages of 16, two requests of 34 + 35 tokens: one must give way, nobody may notice."""
-    small = {"pages": 7, "watermark": 0.0}
+    small = {"pages": 7, "watermark": 0.0, "max_num_seqs": 2}
     plans = {
         "disaggregated": plan_of(prefill(pages=7), decode(**small), longest=112),
         "colocated": plan_of(colocated(prefix_cache=False, **small), longest=112),
@@ -129,7 +130,7 @@ def test_preempted_requests_end_with_the_same_tokens(roles: str, model: LoadedMo
 
     ours = run(engine_for(model, plans[roles]), body)
     assert preemptions[0] >= 1
-    same(ours, serve(model, plan_of(colocated(prefix_cache=False)), wanted))  # type: ignore[arg-type]
+    same(ours, serve_alone(model, wanted))  # type: ignore[arg-type]
     assert [one.news for one in ours] == [35, 35]  # type: ignore[attr-defined]
 
 
