@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from jdserve.core.pages import PageCount
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
 from jdserve.core.steptime import StepFeatures
-from jdserve.cost.stepcost import FS, NO_LIMIT, Lines, StepCost, line_fit
+from jdserve.cost.stepcost import FS, Lines, StepCost, line_fit
 from jdserve.policy.build import machine_for
 from jdserve.policy.decoding import DecodingScheduler
 
 UNKNOWN = -1
-
-END_OF_TIME = NO_LIMIT * FS
 
 
 class Flight:
@@ -58,7 +56,6 @@ class Site:
             asked yet.
         untold: hidden steps that have ended and were not told to the machine yet.
         version: of the entry on the heap that counts.
-        launched: number of the turn of the loop in which the last step was launched.
         steps, tokens: steps launched, and tokens that they computed or generated.
         parked: requests whose KV waits here, and when they were parked.
         lease: femtoseconds that it may wait.
@@ -76,7 +73,6 @@ class Site:
         "free",
         "hidden",
         "index",
-        "launched",
         "lease",
         "machine",
         "name",
@@ -106,7 +102,6 @@ class Site:
         self.busy = [0] * instance.pp
         self.hidden = UNKNOWN
         self.version = 0
-        self.launched = -1
         self.steps = 0
         self.tokens = 0
         self.parked: dict[str, int] = {}
@@ -116,7 +111,7 @@ class Site:
         self.decoder = self.machine if jump and isinstance(self.machine, DecodingScheduler) else None
         self.single = instance.pp == 1
 
-    def launch(self, step_id: int, work: StepFeatures, now: int, turn: int) -> None:
+    def launch(self, step_id: int, work: StepFeatures, now: int) -> None:
         """Launch a step."""
         seqs, context, new = work.decode_seqs, work.decode_context, work.new_tokens
         lines = None
@@ -137,7 +132,6 @@ class Site:
         self.flights.append(Flight(step_id, end, seqs, context, lines))
         self.steps += 1
         self.tokens += new + seqs
-        self.launched = turn
         self.hidden = UNKNOWN
 
     def _through(self, times: Sequence[int], at: int) -> int:
@@ -150,27 +144,30 @@ class Site:
         return at
 
     def due(self) -> int:
-        """The next end of a step that needs a decision, or, with several stages, a look."""
-        flight = self.flights[0]
-        if self.single and self.hidden:
-            return flight.end + self._run(flight, self.hidden)
-        return flight.end
+        """When the next step may end that needs a decision; with several stages it may be later, never earlier."""
+        rounds, place = divmod(self.hidden, len(self.flights))
+        flight = self.flights[place]
+        return flight.end + self._run(flight, rounds) if rounds else flight.end
 
     def sync(self, until: int) -> None:
-        """Take the hidden steps of an instance with one stage that have ended by ``until``."""
+        """Take the hidden steps that have ended by ``until``."""
         flight = self.flights[0]
-        budget = until - flight.end
-        if budget < 0:
-            return
-        if flight.lines is None:
-            count = 1 + self.cost.steps_within(flight.later(1), budget)
-        else:
-            base, slope = flight.lines[0]
-            grows = slope * flight.seqs
-            count = 1 + line_fit(base + slope * flight.context + grows, grows, budget)
-        self.jump(count, flight.end + self._run(flight, count))
+        if not self.single:
+            self._roll(until)
+        elif until >= flight.end:
+            fits = self._fits(flight, until - flight.end)
+            count = min(self.hidden, 1 + fits)
+            self._jump(count, flight.end + self._run(flight, count))
 
-    def jump(self, count: int, end: int) -> None:
+    def _fits(self, flight: Flight, budget: int) -> int:
+        """How many of the steps after ``flight`` take ``budget`` together, of an instance with one stage."""
+        if flight.lines is None:
+            return self.cost.steps_within(flight.later(1), budget)
+        base, slope = flight.lines[0]
+        grows = slope * flight.seqs
+        return line_fit(base + slope * flight.context + grows, grows, budget)
+
+    def _jump(self, count: int, end: int) -> None:
         """Take hidden steps of an instance with one stage, after which the next one ends at ``end``."""
         flight = self.flights[0]
         tokens = count * flight.seqs
@@ -184,19 +181,18 @@ class Site:
         self.untold += count
 
     def _run(self, flight: Flight, count: int) -> int:
-        """Time of the ``count`` steps after ``flight``, of an instance with one stage."""
+        """Time of the ``count`` steps after ``flight`` with the same sequences, where none waits for another one's."""
         if flight.lines is None:
             return self.cost.run(flight.later(1), count)
-        base, slope = flight.lines[0]
-        return count * (base + slope * flight.context) + slope * flight.seqs * (count * (count + 1) // 2)
+        context = count * flight.context + flight.seqs * (count * (count + 1) // 2)
+        return sum([count * base + slope * context for base, slope in flight.lines])
 
-    def roll(self, limit: int = END_OF_TIME, rank: int = 0) -> None:
-        """Take hidden steps one by one, those that end before the event of ``rank`` at ``limit``."""
+    def _roll(self, until: int) -> None:
+        """Take the hidden steps that have ended by ``until`` one by one."""
         flights, free, busy, hidden = self.flights, self.free, self.busy, self.hidden
         turns, steps, tokens = len(flights), 0, 0
-        last = limit if self.index < rank else limit - 1
         flight = flights[0]
-        while steps < hidden and (at := flight.end) <= last:
+        while steps < hidden and (at := flight.end) <= until:
             flights.rotate(-1)
             seqs = flight.seqs
             flight.step_id += turns
