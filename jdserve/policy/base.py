@@ -300,9 +300,10 @@ class Scheduler(ABC):
 
 
 def _features(parts: Seq[Part], batch: Batch | None) -> StepFeatures:
-    # each member also attends to the token that is fed in
-    members = 0 if batch is None else len(batch.members)
-    context = 0 if batch is None else batch.tokens + members
+    members = context = 0
+    if batch is not None:
+        members = len(batch.members)
+        context = batch.tokens + members  # each member also attends to the token that is fed in
     if not parts:
         return StepFeatures(0, 0, 0, members, context)
     new = pairs = prefix = 0

@@ -160,12 +160,14 @@ class Loop:
         if site.untold:
             self._tell(site)
         site.hidden = UNKNOWN
-        self._ask(site, StepDone(site.flights.popleft().step_id))
+        self._ask(site, StepDone(site.end()))
 
     def _landed(self, site: Site, source: Site, request_id: str) -> None:
         self._landings[int(request_id)] = self._now
         event = KVLanded(request_id)
-        self._inbox.extend(((site, event), (source, event), (None, event)))
+        self._ask(site, event)
+        self._ask(source, event)
+        self._ask_router(event)
 
     def _expire(self, site: Site) -> None:
         site.timer = False
@@ -189,7 +191,9 @@ class Loop:
         for command in self._router.handle(event, self._ns):
             # asked by type: isinstance takes several times as long where the class of a message is another one
             if type(command) is Dispatch:
-                self._inbox.append((self._sites[command.instance], self._dispatched(command)))
+                # what the router hears of a request is what the instance must know, unless the request comes back
+                heard = event if type(event) is Arrived or type(event) is KVReady else self._again(command)
+                self._inbox.append((self._sites[command.instance], heard))
             elif type(command) is Release:
                 assert command.instance is not None
                 self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
@@ -198,15 +202,13 @@ class Loop:
             else:
                 raise AssertionError(command)
 
-    def _dispatched(self, command: Dispatch) -> Event:
-        """What an instance hears of a request that it gets."""
-        request_id, source, work = command.request_id, command.source, self._workload
-        index = int(request_id)
+    def _again(self, command: Dispatch) -> Arrived:
+        """What an instance hears of a request that is prefilled again."""
+        assert command.source is None
+        index, work = int(command.request_id), self._workload
         got = self._generated[index]
-        if source is None:
-            prefix = self._prefixes.of(index) if work.blocks else ()
-            return Arrived(request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
-        return KVReady(request_id, source, work.inputs[index] + got - 1, work.outputs[index] - got)
+        prefix = self._prefixes.of(index) if work.blocks else ()
+        return Arrived(command.request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
@@ -216,7 +218,7 @@ class Loop:
             if type(command) is BriefStep:
                 if command.prompts:
                     self._prompts_start(command.prompts)
-                site.launch(command.step_id, command.work, self._now)
+                site.launch(command.work, self._now)
             elif type(command) is Emit:
                 self._emit(site, command)
             elif type(command) is Release:
@@ -236,8 +238,7 @@ class Loop:
     def _look_ahead(self) -> None:
         """See how long the decoders that were asked can go on; more was to be heard before time passes."""
         for site in self._asked:
-            if site.flights:
-                assert site.decoder is not None
+            if site.decoder and site.flights:
                 hidden = site.decoder.horizon()
                 if hidden != site.hidden:
                     site.hidden = hidden
@@ -311,7 +312,7 @@ class Loop:
     def _expect(self, site: Site) -> None:
         """Put the next moment on the heap at which a step of ``site`` may end that needs a decision."""
         site.version = version = site.version + 1
-        heappush(self._heap, (site.due(), site.index, version, site))
+        heappush(self._heap, (site.due() if site.hidden else site.flights[0].end, site.index, version, site))
 
     def _sync(self, site: Site) -> None:
         """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,15 +21,13 @@ class Flight:
 
     Attributes:
         end: femtoseconds.
-        step_id: of the machine.
         seqs, context: what it decodes: sequences, and the sum of their contexts.
         lines: of the time that each stage takes (see :meth:`StepCost.lines`); None where it is no line, or unknown.
     """
 
-    __slots__ = ("context", "end", "lines", "seqs", "step_id")
+    __slots__ = ("context", "end", "lines", "seqs")
 
-    def __init__(self, step_id: int, end: int, seqs: int, context: int, lines: Lines | None) -> None:
-        self.step_id = step_id
+    def __init__(self, end: int, seqs: int, context: int, lines: Lines | None) -> None:
         self.end = end
         self.seqs = seqs
         self.context = context
@@ -111,7 +110,7 @@ class Site:
         self.decoder = self.machine if jump and isinstance(self.machine, DecodingScheduler) else None
         self.single = instance.pp == 1
 
-    def launch(self, step_id: int, work: StepFeatures, now: int) -> None:
+    def launch(self, work: StepFeatures, now: int) -> None:
         """Launch a step."""
         seqs, context, new = work.decode_seqs, work.decode_context, work.new_tokens
         lines = None
@@ -129,7 +128,7 @@ class Site:
             end = now + took
         else:
             end = self._through([base + slope * context for base, slope in lines], now)
-        self.flights.append(Flight(step_id, end, seqs, context, lines))
+        self.flights.append(Flight(end, seqs, context, lines))
         self.steps += 1
         self.tokens += new + seqs
         self.hidden = UNKNOWN
@@ -142,6 +141,12 @@ class Site:
             free[stage] = at = (at if at > before else before) + took
             busy[stage] += took
         return at
+
+    def end(self) -> int:
+        """Take the oldest step out of the flight; its number, counted as the machine counts."""
+        number = self.steps - len(self.flights)
+        self.flights.popleft()
+        return number
 
     def due(self) -> int:
         """When the next step may end that needs a decision; with several stages it may be later, never earlier."""
@@ -173,7 +178,6 @@ class Site:
         tokens = count * flight.seqs
         self.busy[0] += end - flight.end
         flight.end = end
-        flight.step_id += count
         flight.context += tokens
         self.steps += count
         self.tokens += tokens
@@ -190,12 +194,11 @@ class Site:
     def _roll(self, until: int) -> None:
         """Take the hidden steps that have ended by ``until`` one by one."""
         flights, free, busy, hidden = self.flights, self.free, self.busy, self.hidden
-        turns, steps, tokens = len(flights), 0, 0
-        flight = flights[0]
-        while steps < hidden and (at := flight.end) <= until:
-            flights.rotate(-1)
+        steps = tokens = 0
+        for flight in itertools.cycle(flights):
+            if steps == hidden or (at := flight.end) > until:
+                break
             seqs = flight.seqs
-            flight.step_id += turns
             flight.context = context = flight.context + seqs
             if flight.lines is None:
                 flight.end = self._through(self.cost.stages(flight.later(0)), at)
@@ -209,7 +212,7 @@ class Site:
                 flight.end = at
             steps += 1
             tokens += seqs
-            flight = flights[0]
+        flights.rotate(-steps)
         self.steps += steps
         self.tokens += tokens
         self.hidden -= steps
