@@ -103,7 +103,8 @@ class DecodingScheduler(Scheduler):
                 self._disband(other)
             return Batch(self.pool)
         batch = resting[0]
-        self._disband(batch, min(size, self._elder(batch)))
+        if self._idle or len(batch.members) > size:
+            self._disband(batch, min(size, self._elder(batch)))
         return batch
 
     def _elder(self, batch: Batch) -> int:
@@ -252,15 +253,15 @@ class DecodingScheduler(Scheduler):
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
         self._steady = horizon - k
-        brief, flights, pool = self._brief, self._flights, self.pool
+        flights, pool = self._flights, self.pool
         turns = len(flights)
         counts = isinstance(pool, PageCount)
+        emits: list[Command] = []
+        pages = 0
         if not counts:
             batches = [flight.batch for flight in flights if flight.batch]
             for event in range(k):
                 batches[event % turns].grow_at(event // turns + 1)
-        emits: list[Command] = []
-        pages = 0
         for place, flight in enumerate(flights):
             batch = flight.batch
             steps = (k - place + turns - 1) // turns
@@ -268,12 +269,11 @@ class DecodingScheduler(Scheduler):
                 break
             if counts:
                 pages += batch.growth(steps)
-            if not brief:
+            if not self._brief:
                 emits += (Emit(held.id, steps) for held in batch.members.values())
             batch.step(steps)
-            flight.step_id += steps * turns
-        if isinstance(pool, PageCount):
+        if counts:
             pool.take(pages)
         self._next_step += k
         flights.rotate(-k)
-        return emits if brief else [*emits, self._told(flights[-1])]
+        return emits if self._brief else [*emits, self._told((), flights[-1].batch)]

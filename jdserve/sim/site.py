@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
 
 from jdserve.core.pages import PageCount
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
@@ -119,27 +118,26 @@ class Site:
             if lines is None:
                 lines = self._lines[seqs] = self.cost.lines(seqs)
         if lines is None:
-            end = self._through(self.cost.stages(work), now)
-        elif self.single:
-            # nothing is in front of it
-            base, slope = lines[0]
-            took = base + slope * context
-            self.busy[0] += took
-            end = now + took
+            end = self._through(self._times(work), 0, now)
         else:
-            end = self._through([base + slope * context for base, slope in lines], now)
+            end = self._through(lines, context, now)
         self.flights.append(Flight(end, seqs, context, lines))
         self.steps += 1
         self.tokens += new + seqs
         self.hidden = UNKNOWN
 
-    def _through(self, times: Sequence[int], at: int) -> int:
+    def _times(self, work: StepFeatures) -> Lines:
+        """What a step takes in each stage, as lines in no context."""
+        return tuple([(took, 0) for took in self.cost.stages(work)])
+
+    def _through(self, lines: Lines, context: int, at: int) -> int:
         """Send a step that is launched at ``at`` through all stages; when it has passed the last one."""
         free, busy = self.free, self.busy
-        for stage, took in enumerate(times):
-            before = free[stage]
-            free[stage] = at = (at if at > before else before) + took
+        for stage, (base, slope) in enumerate(lines):
+            took = base + slope * context
             busy[stage] += took
+            before = free[stage]
+            free[stage] = at = took + (at if at > before else before)
         return at
 
     def end(self) -> int:
@@ -201,9 +199,9 @@ class Site:
             seqs = flight.seqs
             flight.context = context = flight.context + seqs
             if flight.lines is None:
-                flight.end = self._through(self.cost.stages(flight.later(0)), at)
+                flight.end = self._through(self._times(flight.later(0)), 0, at)
             else:
-                # as in _through, without a list of times: this is most of what a pipeline costs
+                # as in _through, without the call: this is most of what a pipeline costs
                 for stage, (base, slope) in enumerate(flight.lines):
                     took = base + slope * context
                     busy[stage] += took
