@@ -13,7 +13,7 @@ import msgspec
 
 from jdserve.core.errors import OutOfPages
 from jdserve.core.pages import PagePool, pages_for
-from jdserve.core.request import Sequence, State
+from jdserve.core.request import FINISHED, PREFILLING, Sequence, State
 from jdserve.core.steptime import StepFeatures
 from jdserve.policy.commands import BriefStep, Chunk, Command, DecodeSeq, Emit, Release, RunStep
 from jdserve.policy.events import Arrived, Event, StepDone
@@ -171,7 +171,7 @@ class Scheduler(ABC):
         except OutOfPages:
             return False
         held.sequence.computed = table.shared * pool.page_size
-        self._leave_queue(held, State.PREFILLING)
+        self._leave_queue(held, PREFILLING)
         self._begin(held)
         return True
 
@@ -185,7 +185,7 @@ class Scheduler(ABC):
         if held.prefix:
             self.pool.publish(held.table, held.prefix[: held.sequence.computed // self.pool.page_size])
 
-    def _end(self, held: Held, to: State = State.FINISHED) -> list[Command]:
+    def _end(self, held: Held, to: State = FINISHED) -> list[Command]:
         """Give back the pages of a sequence that no list refers to any more."""
         self.pool.release(held.table)
         held.sequence.move(to)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 from jdserve.core.pages import PageCount, PagePool
-from jdserve.core.request import State
+from jdserve.core.request import QUEUED
 from jdserve.policy.base import Scheduler
 from jdserve.policy.commands import Command, Emit
 from jdserve.policy.events import StepDone
@@ -149,7 +149,7 @@ class DecodingScheduler(Scheduler):
             self._withdraw(victim)
             del self._running[victim.id]
             self.pool.release(victim.table)
-            victim.sequence.move(State.QUEUED)
+            victim.sequence.move(QUEUED)
             victims.append(victim)
             self.preemptions += 1
         if short:
@@ -219,7 +219,8 @@ class DecodingScheduler(Scheduler):
         return pages_last((batch,), available, most)
 
     def _horizon_of_several(self) -> int:
-        most = total = largest = 0
+        most = 0
+        sizes: list[int] = []
         turns = len(self._flights)
         for place, flight in enumerate(self._flights):
             batch = flight.batch
@@ -230,10 +231,9 @@ class DecodingScheduler(Scheduler):
                 return 0
             if not place or steps < most:
                 most = steps
-            members = len(batch.members)
-            total += members
-            largest = max(largest, members)
+            sizes.append(len(batch.members))
         # a batch that is no equal share, or that two free places would split, is dealt anew
+        total, largest = sum(sizes), max(sizes)
         if largest > -(-total // self._depth) or (largest > 1 and turns < self._depth):
             return 0
         available = self.pool.available
