@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+from conclusion import save
 from machine import describe
 from rich.console import Console
 from rich.table import Table
@@ -307,9 +308,7 @@ def main() -> int:
         "failures": failures(outcomes),
     }
     show(outcomes)
-    RESULTS.parent.mkdir(exist_ok=True)
-    if not args.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, RESULTS, args.quick)
     for failure in result["failures"]:
         print(f"does not hold: {failure}", file=sys.stderr)
     print(json.dumps(result))

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from conclusion import save
 from machine import describe
 from rich.console import Console
 from rich.table import Table
 
-from jdserve.core import jsonio
 from jdserve.core.plan import DecodeInstance, HostedStage, Plan, PrefillInstance, Worker
 from jdserve.core.steptime import StepTime
 from jdserve.sim.lengths import Uniform
@@ -181,8 +181,7 @@ def main() -> int:
         "cases": [asdict(one) | {"off": one.off, "errors": one.errors} for one in found],
         "holds": not broken,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS, options.quick)
     show(found, Console())
     print(msgspec.json.encode(report).decode())
     if options.check and broken:

@@ -26,8 +26,10 @@ def show_checks(checks: Mapping[str, str], console: Console) -> None:
         console.print(f"{name}: {said}", highlight=False)
 
 
-def save(report: Mapping[str, Any], file: Path) -> None:
-    """Keep the figures."""
+def save(report: Mapping[str, Any], file: Path, quick: bool) -> None:
+    """Keep the figures; those of a quick run are only printed, because ``file`` holds those of a whole one."""
+    if quick:
+        return
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(jsonio.encode(report))
 

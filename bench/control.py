@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import zmq
+from conclusion import save
 from machine import describe
 from rich.console import Console
 from rich.table import Table
@@ -150,9 +151,7 @@ def main() -> int:
         keys = ("bytes", "post_us", "decode_us", "round_trip_us", "bare_round_trip_us")
         table.add_row(batch, *(f"{one[key]:.0f}" for key in keys))
     Console(stderr=True).print(table)
-    if not args.quick:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, RESULTS, args.quick)
     for failure in failures:
         print(f"does not hold: {failure}", file=sys.stderr)
     print(json.dumps(result))

@@ -327,7 +327,7 @@ def main() -> int:
     except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
-    save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(report, Console())
     return conclude(report, options.check, (HOLDS, NOT_CHECKED))
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from conclusion import save
 from machine import describe
 from rich.console import Console
 from rich.table import Table
@@ -230,9 +231,7 @@ def main() -> int:
                 server.stop()
     result["failures"] = failures(result)
     show(result, list(modes))
-    RESULTS.parent.mkdir(exist_ok=True)
-    if not args.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, RESULTS, args.quick)
     for failure in result["failures"]:
         print(f"does not hold: {failure}", file=sys.stderr)
     print(json.dumps(result))

@@ -200,8 +200,7 @@ def main() -> int:
         },
     }
     show_checks(report["checks"], console)
-    if not args.quick:
-        save(report, RESULTS)
+    save(report, RESULTS, args.quick)
     return conclude(report, args.check)
 
 

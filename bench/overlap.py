@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import msgspec
+from conclusion import save
 from machine import describe
 from rich.console import Console
 
-from jdserve.core import jsonio
 from jdserve.core.pages import pages_for
 from jdserve.core.plan import Plan
 from jdserve.core.request import Request, SamplingParams
@@ -120,9 +120,7 @@ def main() -> int:
         "gain": gain,
         "checks": {"gain": "holds" if holds else f"{gain:.2f}, less than {LEAST_GAIN}"},
     }
-    if not options.quick:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_bytes(jsonio.encode(report))
+    save(report, RESULTS, options.quick)
     console = Console()
     for way, what in (("behind", "copied stage by stage"), ("after", "copied at the end")):
         console.print(f"{what}: KV complete {figures[f'{way}_ms']:.2f} ms after the first token")

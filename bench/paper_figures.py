@@ -384,15 +384,16 @@ def main() -> int:
         from paper_plots import draw
 
         report = bench(options.data, options.quick, console)
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        draw(report, PICTURES)
+        if not options.quick:
+            PICTURES.mkdir(parents=True, exist_ok=True)
+            draw(report, PICTURES)
     except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
     except ImportError as error:
         print(f"{error}: pip install 'jdserve[bench]'", file=sys.stderr)
         return 1
-    save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(report, console)
     return conclude(report, options.check)
 

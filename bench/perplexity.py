@@ -165,9 +165,8 @@ def main() -> int:
         "checks": checks(found, args.model, count),
     }
     show_checks(report["checks"], console)
-    if not args.quick:
-        file = RESULTS if args.model == SMOLLM2.name else RESULTS.with_stem(f"perplexity_{Path(args.model).name}")
-        save(report, file)
+    file = RESULTS if args.model == SMOLLM2.name else RESULTS.with_stem(f"perplexity_{Path(args.model).name}")
+    save(report, file, args.quick)
     return conclude(report, args.check)
 
 

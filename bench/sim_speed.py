@@ -456,7 +456,7 @@ def main() -> int:
         "large": [asdict(one) for one in larges],
         "checks": checks,
     }
-    save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(runs, searches, larges, checks)
     return conclude(report, options.check)
 

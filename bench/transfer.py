@@ -449,8 +449,7 @@ def main() -> int:
     except (BenchFailed, ServerFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    if not options.quick:
-        save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(report, Console())
     return conclude(report, options.check)
 

@@ -324,7 +324,7 @@ def main() -> int:
     except (BenchFailed, JdserveError) as error:
         print(error, file=sys.stderr)
         return 1
-    save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(report, console)
     return conclude(report, options.check)
 

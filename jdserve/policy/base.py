@@ -13,7 +13,7 @@ import msgspec
 
 from jdserve.core.errors import OutOfPages
 from jdserve.core.pages import PagePool, pages_for
-from jdserve.core.request import Sequence, State
+from jdserve.core.request import FINISHED, PREFILLING, Sequence, State
 from jdserve.core.steptime import StepFeatures
 from jdserve.policy.commands import BriefStep, Chunk, Command, DecodeSeq, Emit, Release, RunStep
 from jdserve.policy.events import Arrived, Event, StepDone
@@ -39,12 +39,10 @@ class Flight(msgspec.Struct):
     """A step in flight.
 
     Attributes:
-        step_id: as it was launched.
         parts: what it computes of prompts.
         batch: what it decodes; None where it only computes prompts.
     """
 
-    step_id: int
     parts: Seq[Part]
     batch: Batch | None
 
@@ -173,7 +171,7 @@ class Scheduler(ABC):
         except OutOfPages:
             return False
         held.sequence.computed = table.shared * pool.page_size
-        self._leave_queue(held, State.PREFILLING)
+        self._leave_queue(held, PREFILLING)
         self._begin(held)
         return True
 
@@ -187,7 +185,7 @@ class Scheduler(ABC):
         if held.prefix:
             self.pool.publish(held.table, held.prefix[: held.sequence.computed // self.pool.page_size])
 
-    def _end(self, held: Held, to: State = State.FINISHED) -> list[Command]:
+    def _end(self, held: Held, to: State = FINISHED) -> list[Command]:
         """Give back the pages of a sequence that no list refers to any more."""
         self.pool.release(held.table)
         held.sequence.move(to)
@@ -243,21 +241,19 @@ class Scheduler(ABC):
             part.held.computing = True
         if batch is not None:
             batch.flying = True
-        step_id = self._next_step
-        flight = Flight(step_id, parts, batch)
-        self._next_step = step_id + 1
-        self._flights.append(flight)
-        return self._told(flight)
+        self._next_step += 1
+        self._flights.append(Flight(parts, batch))
+        return self._told(parts, batch)
 
-    def _told(self, flight: Flight) -> BriefStep | RunStep:
-        """The command that launches a flight."""
-        parts, batch = flight.parts, flight.batch
+    def _told(self, parts: Seq[Part], batch: Batch | None) -> BriefStep | RunStep:
+        """The command that launches the newest step."""
+        step_id = self._next_step - 1
         if self._brief:
-            features = _features(parts, batch)
-            return BriefStep(flight.step_id, features, tuple([part.held.id for part in parts]) if parts else ())
-        chunks = tuple(_chunk(part) for part in flight.parts)
+            prompts = tuple([part.held.id for part in parts]) if parts else ()
+            return BriefStep(step_id, _features(parts, batch), prompts)
+        chunks = tuple(_chunk(part) for part in parts)
         decodes = () if batch is None else tuple(decode_seq(held) for held in batch.members.values())
-        return RunStep(flight.step_id, chunks, decodes)
+        return RunStep(step_id, chunks, decodes)
 
     def _ids(self, held: Held) -> tuple[int, ...]:
         """Pages of a sequence, as a command names them; a brief one does not."""
@@ -266,8 +262,9 @@ class Scheduler(ABC):
     def _step_ended(self, event: StepDone) -> Flight:
         """Take the oldest step out of the flight; its sequences are in no step any more."""
         flights = self._flights
-        if not flights or event.step_id != flights[0].step_id:
-            expected = f"step {flights[0].step_id} is the oldest in flight" if flights else "no step is in flight"
+        oldest = self._next_step - len(flights)
+        if not flights or event.step_id != oldest:
+            expected = f"step {oldest} is the oldest in flight" if flights else "no step is in flight"
             raise ValueError(f"step_id {event.step_id} ended, but {expected}")
         flight = flights.popleft()
         for part in flight.parts:
@@ -300,9 +297,10 @@ class Scheduler(ABC):
 
 
 def _features(parts: Seq[Part], batch: Batch | None) -> StepFeatures:
-    # each member also attends to the token that is fed in
-    members = 0 if batch is None else len(batch.members)
-    context = 0 if batch is None else batch.tokens + members
+    members = context = 0
+    if batch is not None:
+        members = len(batch.members)
+        context = batch.tokens + members  # each member also attends to the token that is fed in
     if not parts:
         return StepFeatures(0, 0, 0, members, context)
     new = pairs = prefix = 0

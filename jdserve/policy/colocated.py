@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import ColocatedInstance
-from jdserve.core.request import State
+from jdserve.core.request import DECODING
 from jdserve.policy.base import Part, watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Reject
 from jdserve.policy.decoding import DecodingScheduler
@@ -108,7 +108,7 @@ class ColocatedScheduler(DecodingScheduler):
             del self._running[held.id]
             commands += self._end(held)
         else:
-            held.sequence.move(State.DECODING)
+            held.sequence.move(DECODING)
             self._decodes_next(held)
 
     def _withdraw(self, held: Held) -> None:

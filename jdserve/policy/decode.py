@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import DecodeInstance
-from jdserve.core.request import Sequence, State
+from jdserve.core.request import DECODING, PREFILLED, PULLING, QUEUED, Sequence
 from jdserve.policy.base import watermark_pages
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject
 from jdserve.policy.decoding import DecodingScheduler
@@ -101,7 +101,7 @@ class DecodeScheduler(DecodingScheduler):
         pulling = self._pulling.get(event.request_id)
         if pulling is not None and not pulling.cancelled:
             raise ValueError(f"request {event.request_id} is here already")
-        sequence = Sequence(event.request_id, event.prompt_tokens, event.max_new_tokens, State.PREFILLED)
+        sequence = Sequence(event.request_id, event.prompt_tokens, event.max_new_tokens, PREFILLED)
         sequence.computed = event.prompt_tokens
         self._enqueue(Held(sequence, source=event.source))
 
@@ -112,11 +112,11 @@ class DecodeScheduler(DecodingScheduler):
         if held.cancelled:
             commands += self._end(held)
         elif landed:
-            held.sequence.move(State.DECODING)
+            held.sequence.move(DECODING)
             self._begin(held)
             self._decodes_next(held)
         else:
-            commands += self._end(held, State.QUEUED)  # the router has it prefilled again
+            commands += self._end(held, QUEUED)  # the router has it prefilled again
 
     def _cancelled(self, request_id: str, commands: list[Command]) -> None:
         if request_id in self._pulling:
@@ -143,7 +143,7 @@ class DecodeScheduler(DecodingScheduler):
     def _admit(self, commands: list[Command]) -> None:
         while (held := self._admissible()) is not None:
             held.table = self.pool.reserve(self._needed(held))
-            self._leave_queue(held, State.PULLING)
+            self._leave_queue(held, PULLING)
             self._pulling[held.id] = held
             commands.append(Pull(held.id, held.source, held.sequence.prompt_tokens, self._ids(held)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 from jdserve.core.pages import PageCount, PagePool
-from jdserve.core.request import State
+from jdserve.core.request import QUEUED
 from jdserve.policy.base import Scheduler
 from jdserve.policy.commands import Command, Emit
 from jdserve.policy.events import StepDone
@@ -38,7 +38,7 @@ class DecodingScheduler(Scheduler):
         behind = next(reversed(self._idle.values())).order if self._idle else -1
         self._idle[held.id] = held
         if held.order < behind:
-            self._idle = {held.id: held for held in in_order(list(self._idle.values()))}
+            self._idle = {held.id: held for held in in_order(self._idle.values())}
 
     def _withdraw(self, held: Held) -> None:
         """Take a sequence that is in no step out of those that decode."""
@@ -83,9 +83,8 @@ class DecodingScheduler(Scheduler):
             if not self._idle:
                 return None
             batch = Batch(self.pool)
-        elif self._older_wait(batch):
-            self._disband(batch)
-            batch = Batch(self.pool)
+        elif self._idle:
+            self._disband(batch, self._elder(batch))
         if self._idle:
             for held in self._idle.values():
                 batch.join(held)
@@ -99,26 +98,36 @@ class DecodingScheduler(Scheduler):
             resting = [batch for batch in resting if batch.members]
         if not resting or not resting[0].members:
             return Batch(self.pool)
-        batch = resting[0]
-        if len(resting) > 1 or self._older_wait(batch):
+        if len(resting) > 1:
             for other in resting:
                 self._disband(other)
             return Batch(self.pool)
-        if len(batch.members) > size:
-            self._disband(batch, size)
+        batch = resting[0]
+        if self._idle or len(batch.members) > size:
+            self._disband(batch, min(size, self._elder(batch)))
         return batch
 
-    def _older_wait(self, batch: Batch) -> bool:
-        """Whether a sequence waits in no batch that began to run before the last member of ``batch``."""
-        idle = self._idle
-        return bool(idle) and next(iter(idle.values())).order < next(reversed(batch.members.values())).order
+    def _elder(self, batch: Batch) -> int:
+        """Members of ``batch`` that began to run before all sequences that wait in no batch."""
+        members = batch.members
+        count = len(members)
+        if self._idle:
+            oldest = next(iter(self._idle.values())).order
+            for held in reversed(members.values()):
+                if held.order < oldest:
+                    break
+                count -= 1
+        return count
 
     def _disband(self, batch: Batch, keep: int = 0) -> None:
         """Let all members but the first ``keep`` go and wait in no batch."""
+        if keep >= len(batch.members):
+            return
+        idle = self._idle
         for held in list(itertools.islice(batch.members.values(), keep, None)):
             batch.leave(held)
-            self._idle[held.id] = held
-        self._idle = {held.id: held for held in in_order(list(self._idle.values()))}
+            idle[held.id] = held
+        self._idle = {held.id: held for held in in_order(idle.values())}
 
     def _make_room(self, batch: Batch) -> list[Held]:
         """Give each sequence of ``batch`` a page for its next token; preempt the youngest until there are enough.
@@ -140,7 +149,7 @@ class DecodingScheduler(Scheduler):
             self._withdraw(victim)
             del self._running[victim.id]
             self.pool.release(victim.table)
-            victim.sequence.move(State.QUEUED)
+            victim.sequence.move(QUEUED)
             victims.append(victim)
             self.preemptions += 1
         if short:
@@ -157,7 +166,7 @@ class DecodingScheduler(Scheduler):
             done = {held.id: held for held in (*ended, *batch.leaving)}
             done |= {id: batch.members[id] for id in (*event.stopped, *event.failed) if id in batch.members}
             batch.leaving.clear()
-            ended = in_order(list(done.values()))
+            ended = in_order(done.values())
         if self._brief:
             for held in ended:
                 self._last_token(batch, held, event, commands)
@@ -210,8 +219,8 @@ class DecodingScheduler(Scheduler):
         return pages_last((batch,), available, most)
 
     def _horizon_of_several(self) -> int:
-        batches: list[Batch] = []
-        most = total = largest = 0
+        most = 0
+        sizes: list[int] = []
         turns = len(self._flights)
         for place, flight in enumerate(self._flights):
             batch = flight.batch
@@ -222,17 +231,15 @@ class DecodingScheduler(Scheduler):
                 return 0
             if not place or steps < most:
                 most = steps
-            members = len(batch.members)
-            total += members
-            largest = max(largest, members)
-            batches.append(batch)
+            sizes.append(len(batch.members))
         # a batch that is no equal share, or that two free places would split, is dealt anew
+        total, largest = sum(sizes), max(sizes)
         if largest > -(-total // self._depth) or (largest > 1 and turns < self._depth):
             return 0
         available = self.pool.available
         if available >= total * (most // (turns * self.pool.page_size) + 2):
             return most
-        return pages_last(batches, available, most)
+        return pages_last([flight.batch for flight in self._flights if flight.batch], available, most)
 
     def advance(self, k: int, now: int) -> list[Command]:
         """Take ``k`` StepDone events at once: one Emit per sequence, and the step that is launched last.
@@ -246,15 +253,15 @@ class DecodingScheduler(Scheduler):
         if not 1 <= k <= horizon:
             raise ValueError(f"k must be between 1 and the horizon {horizon}, got {k}")
         self._steady = horizon - k
-        brief, flights, pool = self._brief, self._flights, self.pool
+        flights, pool = self._flights, self.pool
         turns = len(flights)
         counts = isinstance(pool, PageCount)
+        emits: list[Command] = []
+        pages = 0
         if not counts:
             batches = [flight.batch for flight in flights if flight.batch]
             for event in range(k):
                 batches[event % turns].grow_at(event // turns + 1)
-        emits: list[Command] = []
-        pages = 0
         for place, flight in enumerate(flights):
             batch = flight.batch
             steps = (k - place + turns - 1) // turns
@@ -262,12 +269,11 @@ class DecodingScheduler(Scheduler):
                 break
             if counts:
                 pages += batch.growth(steps)
-            if not brief:
+            if not self._brief:
                 emits += (Emit(held.id, steps) for held in batch.members.values())
             batch.step(steps)
-            flight.step_id += steps * turns
-        if isinstance(pool, PageCount):
+        if counts:
             pool.take(pages)
         self._next_step += k
         flights.rotate(-k)
-        return emits if brief else [*emits, self._told(flights[-1])]
+        return emits if self._brief else [*emits, self._told((), flights[-1].batch)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from jdserve.core.pages import BlockTable, PageCount, PagePool
@@ -232,6 +233,6 @@ def pages_last(batches: Seq[Batch], available: int, most: int) -> int:
     return min(steps, most)
 
 
-def in_order(sequences: Seq[Held]) -> list[Held]:
+def in_order(sequences: Iterable[Held]) -> list[Held]:
     """Sequences in the order in which they began to run."""
     return sorted(sequences, key=lambda held: held.order)

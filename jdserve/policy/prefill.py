@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from jdserve.core.pages import PagePool, pages_for
 from jdserve.core.plan import PrefillInstance
-from jdserve.core.request import State
+from jdserve.core.request import PREFILLED
 from jdserve.policy.base import Part, Scheduler
 from jdserve.policy.commands import Command, Emit, Reject
 from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, LeaseExpired, StepDone
@@ -103,7 +103,7 @@ class PrefillScheduler(Scheduler):
             del self._running[held.id]
             emit = self._sampled(held, event)
             if emit.finish is None:
-                held.sequence.move(State.PREFILLED)
+                held.sequence.move(PREFILLED)
                 self._parked[held.id] = held
                 commands.append(Emit(held.id, emit.count, parked=True))
             else:

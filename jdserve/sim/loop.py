@@ -65,8 +65,8 @@ class Loop:
         self._posted = 0
         self._now = 0
         self._ns = 0
-        self._ranks: list[int] = []  # of the events that have happened at this moment
-        self._turn = 0
+        self._rank = 0  # the highest of the events that have happened at this moment
+        self._asked: set[Site] = set()  # decoders that were asked at this moment, whose horizon is not looked at yet
         self._events = 0
         self._inbox: deque[tuple[Site | None, Event]] = deque()
         count = len(workload)
@@ -81,17 +81,18 @@ class Loop:
 
     def run(self) -> SimResult:
         """The whole run."""
-        heap, inbox, watch, landing = self._heap, self._inbox, self._watch, self._landing
+        heap, inbox, watch, landing, asked = self._heap, self._inbox, self._watch, self._landing, self._asked
         heappush(heap, (self._workload.arrivals[0], self._arriving, 0, None))
         while self._open and not (watch and watch.certain):
+            if asked and (not heap or heap[0][0] > self._now):
+                self._look_ahead()
             now, rank, version, what = heappop(heap)
             if rank < landing and version != what.version:
                 continue
-            self._turn += 1
-            if now == self._now:
-                self._ranks.append(rank)
-            else:
-                self._now, self._ns, self._ranks = now, now // FS_PER_NS, [rank]
+            if now > self._now:
+                self._now, self._ns, self._rank = now, now // FS_PER_NS, rank
+            elif rank > self._rank:
+                self._rank = rank
             if rank < landing:
                 self._step_done(what)
             elif rank == landing:
@@ -151,22 +152,22 @@ class Loop:
         self._ask_router(Arrived(str(index), work.inputs[index], work.outputs[index], prefix))
 
     def _step_done(self, site: Site) -> None:
-        hidden = site.hidden
-        if hidden and not site.single:
-            site.roll(*self._heap[0][:2]) if self._heap else site.roll()
+        if site.hidden:
+            site.sync(self._now)
+        if site.flights[0].end > self._now:  # it was too early to look
             self._expect(site)
             return
-        if hidden:
-            site.jump(hidden, self._now)
         if site.untold:
             self._tell(site)
         site.hidden = UNKNOWN
-        self._ask(site, StepDone(site.flights.popleft().step_id))
+        self._ask(site, StepDone(site.end()))
 
     def _landed(self, site: Site, source: Site, request_id: str) -> None:
         self._landings[int(request_id)] = self._now
         event = KVLanded(request_id)
-        self._inbox.extend(((site, event), (source, event), (None, event)))
+        self._ask(site, event)
+        self._ask(source, event)
+        self._ask_router(event)
 
     def _expire(self, site: Site) -> None:
         site.timer = False
@@ -190,7 +191,9 @@ class Loop:
         for command in self._router.handle(event, self._ns):
             # asked by type: isinstance takes several times as long where the class of a message is another one
             if type(command) is Dispatch:
-                self._inbox.append((self._sites[command.instance], self._dispatched(command)))
+                # what the router hears of a request is what the instance must know, unless the request comes back
+                heard = event if type(event) is Arrived or type(event) is KVReady else self._again(command)
+                self._inbox.append((self._sites[command.instance], heard))
             elif type(command) is Release:
                 assert command.instance is not None
                 self._inbox.append((self._sites[command.instance], Cancelled(command.request_id)))
@@ -199,15 +202,13 @@ class Loop:
             else:
                 raise AssertionError(command)
 
-    def _dispatched(self, command: Dispatch) -> Event:
-        """What an instance hears of a request that it gets."""
-        request_id, source, work = command.request_id, command.source, self._workload
-        index = int(request_id)
+    def _again(self, command: Dispatch) -> Arrived:
+        """What an instance hears of a request that is prefilled again."""
+        assert command.source is None
+        index, work = int(command.request_id), self._workload
         got = self._generated[index]
-        if source is None:
-            prefix = self._prefixes.of(index) if work.blocks else ()
-            return Arrived(request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
-        return KVReady(request_id, source, work.inputs[index] + got - 1, work.outputs[index] - got)
+        prefix = self._prefixes.of(index) if work.blocks else ()
+        return Arrived(command.request_id, work.inputs[index] + got, work.outputs[index] - got, prefix)
 
     def _ask(self, site: Site, event: Event) -> None:
         self._events += 1
@@ -217,7 +218,7 @@ class Loop:
             if type(command) is BriefStep:
                 if command.prompts:
                     self._prompts_start(command.prompts)
-                site.launch(command.step_id, command.work, self._now, self._turn)
+                site.launch(command.work, self._now)
             elif type(command) is Emit:
                 self._emit(site, command)
             elif type(command) is Release:
@@ -228,10 +229,21 @@ class Loop:
             else:
                 self._obey(site, command)
         if site.flights:
-            hidden = site.decoder.horizon() if site.decoder else 0
-            if hidden != site.hidden:
-                site.hidden = hidden
+            if site.decoder and site.flights[0].end > self._now:
+                self._asked.add(site)
+            elif site.hidden:
+                site.hidden = 0
                 self._expect(site)
+
+    def _look_ahead(self) -> None:
+        """See how long the decoders that were asked can go on; more was to be heard before time passes."""
+        for site in self._asked:
+            if site.decoder and site.flights:
+                hidden = site.decoder.horizon()
+                if hidden != site.hidden:
+                    site.hidden = hidden
+                    self._expect(site)
+        self._asked.clear()
 
     def _obey(self, site: Site, command: Command) -> None:
         match command:
@@ -298,21 +310,17 @@ class Loop:
                 self._started[index] = self._now
 
     def _expect(self, site: Site) -> None:
-        """Put the next end of a step on the heap that needs a decision, or, with several stages, a look."""
+        """Put the next moment on the heap at which a step of ``site`` may end that needs a decision."""
         site.version = version = site.version + 1
-        heappush(self._heap, (site.due(), site.index, version, site))
+        heappush(self._heap, (site.due() if site.hidden else site.flights[0].end, site.index, version, site))
 
     def _sync(self, site: Site) -> None:
         """Tell the machine of the hidden steps that have ended; it then is where single steps would have led it."""
-        if site.single and site.hidden > 0 and site.flights[0].end <= self._now:
-            site.sync(self._now if self._is_past(site) else self._now - 1)
+        if site.hidden > 0 and site.flights[0].end <= self._now:
+            # whether what ends just now has ended, is a matter of the order of this moment
+            site.sync(self._now if self._rank > site.index else self._now - 1)
         if site.untold:
             self._tell(site)
-
-    def _is_past(self, site: Site) -> bool:
-        """Whether steps of ``site`` that end just now have ended before what happens in the order of this moment."""
-        since = self._turn - site.launched
-        return since > 0 and max(self._ranks[-since:]) > site.index
 
     def _tell(self, site: Site) -> None:
         assert site.decoder is not None

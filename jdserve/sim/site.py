@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
 
 from jdserve.core.pages import PageCount
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
 from jdserve.core.steptime import StepFeatures
-from jdserve.cost.stepcost import FS, NO_LIMIT, Lines, StepCost, line_fit
+from jdserve.cost.stepcost import FS, Lines, StepCost, line_fit
 from jdserve.policy.build import machine_for
 from jdserve.policy.decoding import DecodingScheduler
 
 UNKNOWN = -1
-
-END_OF_TIME = NO_LIMIT * FS
 
 
 class Flight:
@@ -22,15 +20,13 @@ class Flight:
 
     Attributes:
         end: femtoseconds.
-        step_id: of the machine.
         seqs, context: what it decodes: sequences, and the sum of their contexts.
         lines: of the time that each stage takes (see :meth:`StepCost.lines`); None where it is no line, or unknown.
     """
 
-    __slots__ = ("context", "end", "lines", "seqs", "step_id")
+    __slots__ = ("context", "end", "lines", "seqs")
 
-    def __init__(self, step_id: int, end: int, seqs: int, context: int, lines: Lines | None) -> None:
-        self.step_id = step_id
+    def __init__(self, end: int, seqs: int, context: int, lines: Lines | None) -> None:
         self.end = end
         self.seqs = seqs
         self.context = context
@@ -58,7 +54,6 @@ class Site:
             asked yet.
         untold: hidden steps that have ended and were not told to the machine yet.
         version: of the entry on the heap that counts.
-        launched: number of the turn of the loop in which the last step was launched.
         steps, tokens: steps launched, and tokens that they computed or generated.
         parked: requests whose KV waits here, and when they were parked.
         lease: femtoseconds that it may wait.
@@ -76,7 +71,6 @@ class Site:
         "free",
         "hidden",
         "index",
-        "launched",
         "lease",
         "machine",
         "name",
@@ -106,7 +100,6 @@ class Site:
         self.busy = [0] * instance.pp
         self.hidden = UNKNOWN
         self.version = 0
-        self.launched = -1
         self.steps = 0
         self.tokens = 0
         self.parked: dict[str, int] = {}
@@ -116,7 +109,7 @@ class Site:
         self.decoder = self.machine if jump and isinstance(self.machine, DecodingScheduler) else None
         self.single = instance.pp == 1
 
-    def launch(self, step_id: int, work: StepFeatures, now: int, turn: int) -> None:
+    def launch(self, work: StepFeatures, now: int) -> None:
         """Launch a step."""
         seqs, context, new = work.decode_seqs, work.decode_context, work.new_tokens
         lines = None
@@ -125,58 +118,64 @@ class Site:
             if lines is None:
                 lines = self._lines[seqs] = self.cost.lines(seqs)
         if lines is None:
-            end = self._through(self.cost.stages(work), now)
-        elif self.single:
-            # nothing is in front of it
-            base, slope = lines[0]
-            took = base + slope * context
-            self.busy[0] += took
-            end = now + took
+            end = self._through(self._times(work), 0, now)
         else:
-            end = self._through([base + slope * context for base, slope in lines], now)
-        self.flights.append(Flight(step_id, end, seqs, context, lines))
+            end = self._through(lines, context, now)
+        self.flights.append(Flight(end, seqs, context, lines))
         self.steps += 1
         self.tokens += new + seqs
-        self.launched = turn
         self.hidden = UNKNOWN
 
-    def _through(self, times: Sequence[int], at: int) -> int:
+    def _times(self, work: StepFeatures) -> Lines:
+        """What a step takes in each stage, as lines in no context."""
+        return tuple([(took, 0) for took in self.cost.stages(work)])
+
+    def _through(self, lines: Lines, context: int, at: int) -> int:
         """Send a step that is launched at ``at`` through all stages; when it has passed the last one."""
         free, busy = self.free, self.busy
-        for stage, took in enumerate(times):
-            before = free[stage]
-            free[stage] = at = (at if at > before else before) + took
+        for stage, (base, slope) in enumerate(lines):
+            took = base + slope * context
             busy[stage] += took
+            before = free[stage]
+            free[stage] = at = took + (at if at > before else before)
         return at
 
+    def end(self) -> int:
+        """Take the oldest step out of the flight; its number, counted as the machine counts."""
+        number = self.steps - len(self.flights)
+        self.flights.popleft()
+        return number
+
     def due(self) -> int:
-        """The next end of a step that needs a decision, or, with several stages, a look."""
-        flight = self.flights[0]
-        if self.single and self.hidden:
-            return flight.end + self._run(flight, self.hidden)
-        return flight.end
+        """When the next step may end that needs a decision; with several stages it may be later, never earlier."""
+        rounds, place = divmod(self.hidden, len(self.flights))
+        flight = self.flights[place]
+        return flight.end + self._run(flight, rounds) if rounds else flight.end
 
     def sync(self, until: int) -> None:
-        """Take the hidden steps of an instance with one stage that have ended by ``until``."""
+        """Take the hidden steps that have ended by ``until``."""
         flight = self.flights[0]
-        budget = until - flight.end
-        if budget < 0:
-            return
-        if flight.lines is None:
-            count = 1 + self.cost.steps_within(flight.later(1), budget)
-        else:
-            base, slope = flight.lines[0]
-            grows = slope * flight.seqs
-            count = 1 + line_fit(base + slope * flight.context + grows, grows, budget)
-        self.jump(count, flight.end + self._run(flight, count))
+        if not self.single:
+            self._roll(until)
+        elif until >= flight.end:
+            fits = self._fits(flight, until - flight.end)
+            count = min(self.hidden, 1 + fits)
+            self._jump(count, flight.end + self._run(flight, count))
 
-    def jump(self, count: int, end: int) -> None:
+    def _fits(self, flight: Flight, budget: int) -> int:
+        """How many of the steps after ``flight`` take ``budget`` together, of an instance with one stage."""
+        if flight.lines is None:
+            return self.cost.steps_within(flight.later(1), budget)
+        base, slope = flight.lines[0]
+        grows = slope * flight.seqs
+        return line_fit(base + slope * flight.context + grows, grows, budget)
+
+    def _jump(self, count: int, end: int) -> None:
         """Take hidden steps of an instance with one stage, after which the next one ends at ``end``."""
         flight = self.flights[0]
         tokens = count * flight.seqs
         self.busy[0] += end - flight.end
         flight.end = end
-        flight.step_id += count
         flight.context += tokens
         self.steps += count
         self.tokens += tokens
@@ -184,27 +183,25 @@ class Site:
         self.untold += count
 
     def _run(self, flight: Flight, count: int) -> int:
-        """Time of the ``count`` steps after ``flight``, of an instance with one stage."""
+        """Time of the ``count`` steps after ``flight`` with the same sequences, where none waits for another one's."""
         if flight.lines is None:
             return self.cost.run(flight.later(1), count)
-        base, slope = flight.lines[0]
-        return count * (base + slope * flight.context) + slope * flight.seqs * (count * (count + 1) // 2)
+        context = count * flight.context + flight.seqs * (count * (count + 1) // 2)
+        return sum([count * base + slope * context for base, slope in flight.lines])
 
-    def roll(self, limit: int = END_OF_TIME, rank: int = 0) -> None:
-        """Take hidden steps one by one, those that end before the event of ``rank`` at ``limit``."""
+    def _roll(self, until: int) -> None:
+        """Take the hidden steps that have ended by ``until`` one by one."""
         flights, free, busy, hidden = self.flights, self.free, self.busy, self.hidden
-        turns, steps, tokens = len(flights), 0, 0
-        last = limit if self.index < rank else limit - 1
-        flight = flights[0]
-        while steps < hidden and (at := flight.end) <= last:
-            flights.rotate(-1)
+        steps = tokens = 0
+        for flight in itertools.cycle(flights):
+            if steps == hidden or (at := flight.end) > until:
+                break
             seqs = flight.seqs
-            flight.step_id += turns
             flight.context = context = flight.context + seqs
             if flight.lines is None:
-                flight.end = self._through(self.cost.stages(flight.later(0)), at)
+                flight.end = self._through(self._times(flight.later(0)), 0, at)
             else:
-                # as in _through, without a list of times: this is most of what a pipeline costs
+                # as in _through, without the call: this is most of what a pipeline costs
                 for stage, (base, slope) in enumerate(flight.lines):
                     took = base + slope * context
                     busy[stage] += took
@@ -213,7 +210,7 @@ class Site:
                 flight.end = at
             steps += 1
             tokens += seqs
-            flight = flights[0]
+        flights.rotate(-steps)
         self.steps += steps
         self.tokens += tokens
         self.hidden -= steps

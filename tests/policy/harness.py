@@ -14,6 +14,7 @@ import pytest
 
 from jdserve.core.pages import NULL_PAGE, pages_for
 from jdserve.core.plan import DecodeInstance, Instance, PrefillInstance
+from jdserve.policy.base import Scheduler
 from jdserve.policy.build import RouterConfig, machine_for, machine_of
 from jdserve.policy.commands import Chunk, Command, Dispatch, Emit, Preempt, Pull, Reject, Release, RunStep
 from jdserve.policy.decode import DecodeScheduler
@@ -356,6 +357,11 @@ def _check_stages(site: Site) -> None:
 
 def _ids(step: RunStep) -> list[str]:
     return [part.request_id for part in (*step.chunks, *step.decodes)]
+
+
+def oldest(machine: Scheduler) -> int:
+    """Number of the oldest step in flight."""
+    return machine._next_step - len(machine._flights)
 
 
 def step_ids(step: RunStep | None) -> list[str]:

@@ -15,7 +15,7 @@ from jdserve.core.plan import ColocatedInstance, DecodeInstance, Instance, Prefi
 from jdserve.policy.commands import Emit, Pull
 from jdserve.policy.decode import DecodeScheduler
 from jdserve.policy.events import KVLanded, KVReady, StepDone
-from policy.harness import Harness, step_ids
+from policy.harness import Harness, oldest, step_ids
 
 SEEDS = st.integers(0, 2**32 - 1)
 STAGES = (1, 1, 2, 3)
@@ -204,7 +204,7 @@ def _random_decode(rng: random.Random) -> DecodeScheduler:
         elif dice < 0.6 and pulling:
             event = KVLanded(pulling.pop(0))
         elif machine._flights:
-            event = StepDone(machine._flights[0].step_id)
+            event = StepDone(oldest(machine))
         else:
             continue
         for command in machine.handle(event, number):
@@ -214,7 +214,7 @@ def _random_decode(rng: random.Random) -> DecodeScheduler:
 
 
 def _single_step(machine: DecodeScheduler) -> list[Any]:
-    return machine.handle(StepDone(machine._flights[0].step_id), 0)
+    return machine.handle(StepDone(oldest(machine)), 0)
 
 
 @given(seed=SEEDS)
