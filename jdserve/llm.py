@@ -107,7 +107,7 @@ class LLM:
             raise
 
     async def _make(self, spec: ModelSpec, executors: Any, progress: Progress) -> Engine:
-        engine = make_engine(self.plan, spec, executors, progress)
+        engine = make_engine(self.plan, spec, executors, progress, folder=model.folder)
         await engine.start()
         return engine
 

@@ -20,6 +20,9 @@ MAX_LOGIT_BIAS = 300
 
 MAX_SEED = 2**63 - 1
 
+MAX_GUIDE = 1 << 16
+"""Most characters of a guide: what they compile to is bounded besides, but reading them is not free."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -41,6 +44,22 @@ class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ttft_s <= self.ttft_s and tpot_s <= self.tpot_s
 
 
+GuideKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class Guide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a generated text must look like, as the client said it. Whoever samples compiles it.
+
+    Attributes:
+        kind: how ``text`` is read.
+        text: a JSON schema, a regular expression, a JSON list of strings, or a grammar in llguidance's Lark; empty for
+            ``json_object``.
+    """
+
+    kind: GuideKind
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How tokens are chosen and when to stop. Names and meaning follow the OpenAI API and vLLM.
 
@@ -60,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         min_tokens: tokens to generate before an end-of-sequence or stop token may be chosen.
         logprobs: alternatives per generated token, None for no log-probabilities at all.
         prompt_logprobs: alternatives per prompt token, None for none.
+        guide: what the text must look like; None for anything.
     """
 
     max_tokens: int = 16
@@ -79,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Check every field against its bound.
@@ -116,6 +137,18 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _token("stop_token_ids", token, vocab_size)
         if any(not text for text in self.stop):
             raise InvalidRequest("stop must not hold an empty string", param="stop")
+        if self.guide is not None:
+            self._check_guide(self.guide)
+
+    def _check_guide(self, guide: Guide) -> None:
+        if len(guide.text) > MAX_GUIDE:
+            message = f"a {guide.kind} of {len(guide.text)} characters is above the limit of {MAX_GUIDE}"
+            raise InvalidRequest(message, param=guide.kind)
+        # Both could leave a position without any token that may stand there.
+        for name, given in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+            if given:
+                message = f"{name} does not go together with a {guide.kind}, which decides where the text ends"
+                raise InvalidRequest(message, param=name)
 
 
 def _bounded(name: str, value: float, low: float | None, high: float | None) -> None:
