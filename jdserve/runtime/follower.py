@@ -182,7 +182,8 @@ class Follower:
 
     def _run(self, message: lockstep.Run) -> None:
         allowed = None if message.allowed is None else lockstep.unpack(message.allowed)
-        outcome = self._part.run(message.shape, StepInputs(*map(lockstep.unpack, message.inputs), allowed))
+        chunk_tokens, chunks, decodes = map(lockstep.unpack, message.inputs)
+        outcome = self._part.run(message.shape, StepInputs(chunk_tokens, chunks, decodes, allowed))
         if self._part.samples and isinstance(outcome, Future):  # else the leader sees the result itself
             outcome.add_done_callback(lambda done: self._send(message.id, done, message.scores))
 

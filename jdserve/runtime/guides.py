@@ -83,7 +83,11 @@ def check(guide: Guide) -> None:
 
 
 def _refused(guide: Guide, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"the {guide.kind} cannot be used: {reason[:MAX_ERROR]}", param=guide.kind)
+    return InvalidRequest(f"the {guide.kind} cannot be used: {_brief(reason)}", param=guide.kind)
+
+
+def _brief(reason: str) -> str:
+    return reason.removesuffix("<non-verbose/>").strip()[:MAX_ERROR]
 
 
 class Guided:
@@ -120,7 +124,7 @@ class Guided:
             self._matcher.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
         self._left_s += BUDGET_PER_TOKEN_S * len(tokens) - (time.thread_time() - started)
         if self._matcher.is_error():
-            self.error = f"the guide of the text failed: {self._matcher.get_error()[:MAX_ERROR]}"
+            self.error = f"the guide of the text failed: {_brief(self._matcher.get_error())}"
         elif self._left_s < 0:
             self.error = "the guide of the text needs too much time"
 

@@ -169,7 +169,7 @@ class Instance:
 
     def _take(self, message: Message, guided: Guided | None = None) -> None:
         match message:
-            case (Submit(request) | HandOff(request)) if request.params.guide is not None and guided is None:
+            case Submit(request) | HandOff(request) if request.params.guide is not None and guided is None:
                 self._compile(message, request)
             case Submit(request, prefix):
                 self._live[request.id] = Live(request, guided=guided)

@@ -158,6 +158,7 @@ def _choose(
     """Sample a token per row and write it into the state of slots ``to``."""
     slots = jnp.concatenate((inputs.chunks[0], inputs.decodes[0]))
     rows = jax.tree.map(lambda leaf: leaf[slots], fixed.sampling)
+    assert inputs.allowed is not None, "the stage that samples fills it in"
     sampled = sample(logits, rows, lambda: (live.counts[slots], fixed.in_prompt[slots]), position, inputs.allowed)
     counts = lax.cond(
         uses_penalties(rows).any(),

@@ -76,7 +76,11 @@ def test_bad_messages(messages) -> None:
     [
         ("tools", []),
         ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "retrieval"}]),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frobnicate"}}}),
+        ("response_format", {"type": "yaml"}),
         ("top_logprobs", 2),
         ("top_logprobs", 0),
         ("prompt", "x"),
