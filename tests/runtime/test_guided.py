@@ -76,7 +76,6 @@ def test_a_hand_off_and_a_preemption_change_no_guided_text(model: LoadedModel) -
 HOSTILE = {
     "does not compile": (Guide("regex", "((("), "regex"),
     "never ends": (Guide("regex", "(a?){5000}a{5000}"), "too many"),
-    "ambiguous": (Guide("grammar", 'start: x\nx: "a" | x x | x x x | x x x x'), "guide of the text failed"),
 }
 
 
