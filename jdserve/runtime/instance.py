@@ -173,7 +173,7 @@ class Instance:
                 self._compile(message, request)
             case Submit(request, prefix):
                 self._live[request.id] = Live(request, guided=guided)
-                self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix))
+                self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix, request.priority))
             case HandOff(request, source, handles):
                 self._live[request.id] = Live(request, handles=handles, guided=guided)
                 self._handle(KVReady(request.id, source, len(request.prompt) - 1, request.remaining))

@@ -55,7 +55,7 @@ class Live:
         """The request with all tokens so far in its prompt."""
         old = self.request
         generated = old.generated + len(self.tokens)
-        return Request(old.id, (*old.prompt, *self.tokens), old.params, generated, old.cache_salt)
+        return Request(old.id, (*old.prompt, *self.tokens), old.params, generated, old.cache_salt, old.priority)
 
 
 @dataclass(frozen=True)

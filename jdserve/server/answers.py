@@ -190,6 +190,18 @@ class Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
+class Detokenized(msgspec.Struct, frozen=True):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Answer of ``/version``."""
+
+    version: str
+
+
 class Health(msgspec.Struct, frozen=True):
     """Answer of ``/health``; the other fields tell of a start-up that has not ended."""
 
@@ -199,7 +211,7 @@ class Health(msgspec.Struct, frozen=True):
     error: str | UnsetType = UNSET
 
 
-ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Tokens, Health, ErrorResponse)
+ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Tokens, Detokenized, Version, Health, ErrorResponse)
 """Every shape that an answer or an event may have."""
 
 

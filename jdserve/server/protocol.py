@@ -1,7 +1,7 @@
 """The bodies that clients send, as strict pydantic models, and their way to sampling parameters.
 
-Names are those of the OpenAI API; the last group of :class:`CommonBody` is vLLM's. ``null`` is as good as absent. An
-unknown parameter is refused: one that does nothing would hide a mistake.
+Names are those of the OpenAI API; the last group of :class:`CommonBody` is vLLM's, ``timeout`` (seconds) our own.
+``null`` is as good as absent. An unknown parameter is refused: one that does nothing would hide a mistake.
 """
 
 from __future__ import annotations
@@ -24,12 +24,25 @@ MAX_N = 128
 MAX_CHOICES = 2048
 """Most samples of one HTTP request."""
 
+MAX_TIMEOUT_S = 24 * 3600
+"""Longest ``timeout`` of a request, in seconds."""
+
+MAX_PRIORITY = 1 << 31
+
 MAX_STOPS = 16
 """Most stop strings of a request; OpenAI takes 4."""
 
+MAX_STOP = 1024
+"""Most characters of a stop string."""
+
+
+StopText = Annotated[Text, Field(max_length=MAX_STOP)]
 
 TokenId = int
 """Unbounded here: the model's vocabulary bounds it, with a message that names the id."""
+
+
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class TokenizeBody(Body):
@@ -51,7 +64,7 @@ class DetokenizeBody(Body):
     """Token ids whose text is asked for."""
 
     model: Text
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class CommonBody(GuidedBody, Body):
@@ -66,7 +79,7 @@ class CommonBody(GuidedBody, Body):
     presence_penalty: float | None = None
     seed: Int | None = None
     service_tier: str | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
@@ -81,8 +94,10 @@ class CommonBody(GuidedBody, Body):
     include_stop_str_in_output: bool | None = None
     min_p: float | None = None
     min_tokens: Int | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[Int] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     top_k: Int | None = None
 
     def check_stream_options(self) -> None:
@@ -133,7 +148,12 @@ class CommonBody(GuidedBody, Body):
 class CompletionBody(CommonBody):
     """Body of ``POST /v1/completions``. Without ``max_tokens`` at most 16 tokens are generated."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)]
+    )
     best_of: Int | None = None
     echo: bool | None = None
     logprobs: Int | None = None

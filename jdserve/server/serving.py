@@ -176,7 +176,9 @@ def make_samples(
         for j in range(n):
             index = which * n + j
             params = msgspec.structs.replace(base, seed=sample_seed(body.seed, j))
-            request = Request(f"{id}-{index}", prompt, params, cache_salt=body.cache_salt or "")
+            request = Request(
+                f"{id}-{index}", prompt, params, cache_salt=body.cache_salt or "", priority=body.priority or 0
+            )
             context = prompt if continues else ()
             text = TextStream(front.tokenizer, params, context=context, offset=echo[which] if echo else 0)
             samples.append(Sample(index, j == 0, request, text))
@@ -191,7 +193,7 @@ async def respond(
     Raises:
         InvalidRequest, Overloaded, RequestFailed: before anything was sent.
     """
-    deltas = generate(front.engine, front.metrics, samples, http)
+    deltas = generate(front.engine, front.metrics, samples, http, body.timeout)
     created = int(time.time())
     try:
         if body.stream:
