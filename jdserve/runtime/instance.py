@@ -320,6 +320,7 @@ class Instance:
                 emit.finish,
                 ((row and row.error) or self._error) if emit.finish == "error" else None,
                 live.cached or 0,
+                refused=row is not None and bool(row.error),
             )
         )
         if emit.parked:

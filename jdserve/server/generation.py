@@ -115,7 +115,8 @@ async def _run(engine: TextEngine, sample: Sample, watch: Watch, news: asyncio.Q
         async with contextlib.aclosing(engine.generate(sample.request)) as outputs:
             async for output in outputs:
                 if output.finish in {"abort", "error"}:
-                    raise RequestFailed(output.error or "the service aborted the request")
+                    kind = InvalidRequest if output.refused else RequestFailed
+                    raise kind(output.error or "the service aborted the request")
                 delta = sample.text.feed(output)
                 watch.saw(delta)
                 news.put_nowait((sample, delta))

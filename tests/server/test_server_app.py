@@ -256,6 +256,7 @@ def test_a_bug_is_answered_in_the_same_shape() -> None:
 
 
 FIELDS = ["model", "prompt", "messages", "n", "stop", "stream", "stream_options", "logit_bias", "max_tokens", "echo"]
+FIELDS += ["tools", "tool_choice", "response_format", "structured_outputs", "guided_json", "guided_regex", "priority"]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("tiny")
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
 FUZZED = Service()
@@ -264,6 +265,7 @@ FUZZED = Service()
 @given(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.dictionaries(st.sampled_from(FIELDS), VALUES))
 @settings(max_examples=150, deadline=None)
 def test_junk_is_answered_as_documented(path: str, junk: dict) -> None:
+    """API-17."""
     base = {"model": "tiny"} | ({"messages": USER} if "chat" in path else {"prompt": "a"})
     answer = FUZZED.call("POST", path, content=json.dumps(base | junk).encode(), headers=JSON)
     if answer.status_code == 200:

@@ -24,12 +24,14 @@ def test_the_prompt_is_what_the_template_writes() -> None:
 
 
 def test_one_bos_where_the_template_writes_it_and_the_tokenizer_would_too() -> None:
+    """API-15."""
     service = Service(tokenizer=byte_level(bos=True))
     assert service.chat(USER, max_tokens=1, ignore_eos=True).status_code == 200
     assert service.engine.requests[0].prompt.count(0) == 1
 
 
 def test_no_template() -> None:
+    """API-15."""
     service = Service(tokenizer=byte_level(template=None))
     error = _error(service.chat(USER))
     assert "--chat-template FILE" in error["message"]
