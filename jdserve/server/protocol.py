@@ -194,7 +194,8 @@ class Message(Body):
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         calls = [call.for_template() for call in self.tool_calls] if self.tool_calls else None
         optional = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
-        return {"role": self.role, "content": text} | {k: v for k, v in optional.items() if v is not None}
+        role = "system" if self.role == "developer" else self.role  # OpenAI's new name, which templates do not know
+        return {"role": role, "content": text} | {k: v for k, v in optional.items() if v is not None}
 
 
 class ChatBody(CommonBody):

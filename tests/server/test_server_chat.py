@@ -19,6 +19,8 @@ def test_the_prompt_is_what_the_template_writes() -> None:
     text = "[system]fox\n[user]hello\n[assistant]"
     assert service.engine.requests[0].prompt == (0, *service.ids(text))
     assert answer["usage"]["prompt_tokens"] == 1 + len(service.ids(text))
+    service.chat([{"role": "developer", "content": "fox"}, *USER], max_tokens=2)
+    assert service.engine.requests.pop().prompt == (0, *service.ids(text))
     service.chat(USER, add_generation_prompt=False)
     assert service.engine.requests[1].prompt == (0, *service.ids("[user]hello\n"))
 
