@@ -15,6 +15,7 @@ import msgspec
 from pydantic import Field
 
 from jdserve.core.request import Guide
+from jdserve.runtime.guides import WHITESPACE
 from jdserve.server.words import Body, Text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -79,7 +80,8 @@ def guide_of(tools: Sequence[Tool], *, several: bool) -> Guide:
     """Has the text be a call of one of ``tools``, or, where ``several``, of one after the other."""
     calls = [_call_schema(tool.function, f"#/anyOf/{index}/properties/arguments") for index, tool in enumerate(tools)]
     more = f' ("\\n{OPEN}\\n" call "\\n{CLOSE}")*' if several else ""
-    grammar = f'start: "{OPEN}\\n" call "\\n{CLOSE}"{more}\ncall: %json {json.dumps({"anyOf": calls})}\n'
+    schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, "anyOf": calls}
+    grammar = f'start: "{OPEN}\\n" call "\\n{CLOSE}"{more}\ncall: %json {json.dumps(schema)}\n'
     return Guide("grammar", grammar)
 
 

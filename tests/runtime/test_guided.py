@@ -13,6 +13,7 @@ from jdserve.core.errors import InvalidRequest
 from jdserve.core.request import Guide, Request, SamplingParams
 from jdserve.models.checkpoint import LoadedModel
 from jdserve.runtime import guides
+from jdserve.server.tools import Tool, guide_of
 from runtime.harness import answer, colocated, decode, engine_for, plan_of, prefill, prompt, request, run, serve
 
 SCHEMA = {
@@ -114,4 +115,36 @@ def test_a_guide_has_a_budget(monkeypatch: pytest.MonkeyPatch, model: LoadedMode
         guides.check(Guide("json_schema", "{"))
     for guide in GUIDES.values():
         guides.check(guide)
+    made.close()
+
+
+def test_a_required_call_is_what_the_grammar_takes(model: LoadedModel) -> None:
+    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+    made = guides.Guides(model.folder, model.spec)
+    parameters = {
+        "type": "object",
+        "$defs": {"n": {"type": "integer"}},
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "required": ["a"],
+    }
+    tools = [
+        Tool.model_validate(
+            {"type": "function", "function": {"name": name, "parameters": {"type": "object"} | parameters}}
+        )
+        for name in ("deep", "flat")
+    ]
+
+    def takes(text: str, *, several: bool) -> bool:
+        guide = guide_of(tools, several=several)
+        one = made.begin(Request("a", (1,), SamplingParams(guide=guide))).result()
+        one.take(tokenizer.encode(text).ids)
+        return not one.error
+
+    call = '<tool_call>\n{"name": "flat", "arguments": {"a": 31}}\n</tool_call>'
+    assert takes(call, several=False)
+    assert takes(f"{call}\n{call}", several=True)
+    assert not takes(f"{call}\n{call}", several=False)
+    assert not takes(call.replace("31", '"x"'), several=False)
+    assert not takes(call.replace("flat", "rm"), several=True)
+    assert not takes(call.replace('"name"', " " * 60 + '"name"'), several=True), "blanks have an end"
     made.close()
