@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
+import httpx
+import openai
 import pytest
 from fake_engine import Service, byte_level, events
 
@@ -188,3 +191,32 @@ def test_a_required_call_is_guided(params: dict, names: list[str], several: bool
 def test_bad_tools_are_refused(params: dict, param: str) -> None:
     service = Service(tokenizer=byte_level(template=TEMPLATE))
     assert _error(service.chat(USER, **{"tools": TOOLS} | params))["param"] == param
+
+
+def test_the_client_reads_calls_and_sends_guides() -> None:
+    service = Service(tokenizer=byte_level(template=TEMPLATE))
+    service.engine.max_model_len = 1000
+    _says(service, f"hm\n{CALL}")
+
+    async def use() -> None:
+        web = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=web) as client:
+            asked: dict = {"model": "tiny", "messages": USER, "tools": TOOLS, "n": 2}
+            whole = await client.chat.completions.create(**asked)
+            for choice in whole.choices:
+                (call,) = choice.message.tool_calls or ()
+                assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Köln"})
+            stream = await client.chat.completions.create(**asked, stream=True)
+            calls = [
+                (choice.index, call.index, call.function.name)
+                async for chunk in stream
+                for choice in chunk.choices
+                for call in choice.delta.tool_calls or ()
+                if call.function is not None
+            ]
+            assert sorted(calls) == [(0, 0, "weather"), (1, 0, "weather")]
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "((("})
+            assert refused.value.param == "guided_regex"
+
+    asyncio.run(use())
