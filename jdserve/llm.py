@@ -22,6 +22,7 @@ from jdserve.core.errors import InvalidRequest, Overloaded, RequestFailed
 from jdserve.core.plan import ColocatedInstance, HostedStage, Plan, Worker
 from jdserve.core.request import MAX_SEED, FinishReason, Request, SamplingParams
 from jdserve.core.spec import ModelSpec
+from jdserve.models.checkpoint import LoadedModel
 from jdserve.models.load import resolve
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.launch import jax_executors, make_engine
@@ -101,13 +102,13 @@ class LLM:
         self._thread.start()
         try:
             executors = jax_executors(self.plan, model, told)
-            self._engine: Engine = self._wait(self._make(model.spec, executors, told))
+            self._engine: Engine = self._wait(self._make(model, executors, told))
         except BaseException:
             self._end_loop()
             raise
 
-    async def _make(self, spec: ModelSpec, executors: Any, progress: Progress) -> Engine:
-        engine = make_engine(self.plan, spec, executors, progress)
+    async def _make(self, model: LoadedModel, executors: Any, progress: Progress) -> Engine:
+        engine = make_engine(self.plan, model.spec, executors, progress, folder=model.folder)
         await engine.start()
         return engine
 

@@ -29,6 +29,22 @@ class Overloaded(JdserveError):
     """The request was fine, but the service takes no work right now (draining, not ready, no live instance)."""
 
 
+class Busy(Overloaded):
+    """The request was fine and there is no room for it now, because of other requests.
+
+    Attributes:
+        retry_after_s: when another try may succeed.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(JdserveError):
+    """The request was not answered within the time that it gave."""
+
+
 class RequestFailed(JdserveError):
     """The request was accepted and then failed inside the service; the message says where."""
 

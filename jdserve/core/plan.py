@@ -146,6 +146,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
         max_open_requests: requests that are open at a time; more are refused at the door.
+        shed: refuse a request whose prompt would wait longer than the SLO's TTFT, by the step times of the prefill
+            instances: it would miss the objective and make others miss theirs.
         reach: how far KV may go. ``any`` takes the least loaded decode instance of all; ``host`` the least loaded one
             on the same hosts as the prefill instance, for clusters whose links between hosts are slow (DistServe's low
             node affinity). When none of these is live, any other serves.
@@ -165,6 +167,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer_checksums: bool = False
     platform: Platform = "auto"
     max_open_requests: Positive = 1024
+    shed: bool = False
     reach: Literal["any", "host"] = "any"
     predicted: Prediction | None = None
     instances: Annotated[tuple[Instance, ...], Meta(min_length=1)]
@@ -289,6 +292,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         _check_names("$.workers", [worker.name for worker in self.workers])
         self._check_roles()
         self._check_limits()
+        self._check_shedding()
         self._check_devices()
         self._check_transport()
         self._check_spanning()
@@ -307,6 +311,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         roles = {type(instance) for instance in self.instances}
         if (PrefillInstance in roles) != (DecodeInstance in roles):
             raise InvalidPlan("$.instances", "prefill and decode instances need each other: one role is missing")
+
+    def _check_shedding(self) -> None:
+        if not self.shed:
+            return
+        if self.slo is None:
+            raise InvalidPlan("$.shed", "without an slo there is no wait to compare with")
+        for index, instance in enumerate(self.instances):
+            if isinstance(instance, ColocatedInstance):
+                raise InvalidPlan("$.shed", f"{instance.name} is colocated; the wait is known of prefill instances")
+            if isinstance(instance, PrefillInstance) and instance.steptime is None:
+                raise InvalidPlan(f"$.instances[{index}].steptime", "shed needs the step times of prefill instances")
 
     def _check_limits(self) -> None:
         needed = pages_for(self.max_model_len, self.page_size)

@@ -76,3 +76,25 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def interval(self, features: StepFeatures, pp: int) -> float:
         """Seconds between two such steps when ``pp`` balanced stages are kept full of micro-batches."""
         return self.seconds(features) / pp
+
+
+class QueueTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long an instance takes for the prompts that wait there.
+
+    Attributes:
+        steptime: of the instance.
+        step_tokens: prompt tokens of a full step.
+        pp: steps that run side by side.
+    """
+
+    steptime: StepTime
+    step_tokens: int
+    pp: int = 1
+
+    def seconds(self, tokens: int, prompts: int) -> float:
+        """Seconds until ``prompts`` prompts of ``tokens`` tokens together are computed, each as long as the others."""
+        if not tokens:
+            return 0.0
+        steps = max(1.0, tokens / self.step_tokens)
+        features = StepFeatures(new_tokens=tokens, new_pairs=tokens * tokens // max(1, prompts))
+        return (self.steptime.seconds(features) + (steps - 1) * self.steptime.base) / self.pp

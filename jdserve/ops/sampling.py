@@ -43,6 +43,7 @@ class SamplingRows(NamedTuple):
     stop_ids: Leaf
     stop_from: Leaf
     logprobs: Leaf  # bool: the row wants log-probabilities
+    guided: Leaf  # bool: only the tokens that the step's input allows may be chosen
 
 
 def default_rows(rows: int, vocab: int) -> SamplingRows:
@@ -61,6 +62,7 @@ def default_rows(rows: int, vocab: int) -> SamplingRows:
         stop_ids=jnp.full((rows, MAX_STOP_IDS), vocab, jnp.int32),
         stop_from=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros(rows, jnp.bool_),
+        guided=jnp.zeros(rows, jnp.bool_),
     )
 
 
@@ -115,6 +117,19 @@ def shape_logits(logits: Array, rows: SamplingRows, counts: Array, in_prompt: Ar
     return logits.at[row, held].set(-jnp.inf, mode="drop")
 
 
+def allow(logits: Array, guided: Array, allowed: Array) -> Array:
+    """Logits with what ``allowed`` leaves out at minus infinity.
+
+    Args:
+        logits: ``float32[N, V]``.
+        guided: ``bool[N]`` rows that ``allowed`` counts for.
+        allowed: ``uint32[N, ceil(V / 32)]`` one bit per token, the lowest first.
+    """
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    kept = bits.reshape(allowed.shape[0], -1)[:, : logits.shape[1]] > 0
+    return jnp.where(kept | ~guided[:, None], logits, -jnp.inf)
+
+
 def filter_logits(scaled: Array, rows: SamplingRows) -> Array:
     """Temperature-scaled logits ``[N, V]`` with everything outside top-k, top-p and min-p at minus infinity.
 
@@ -154,7 +169,13 @@ def no_logprobs(rows: int, vocab: int) -> TopLogprobs:
     )
 
 
-def sample(logits: Array, rows: SamplingRows, history: Callable[[], tuple[Array, Array]], position: Array) -> Sampled:
+def sample(
+    logits: Array,
+    rows: SamplingRows,
+    history: Callable[[], tuple[Array, Array]],
+    position: Array,
+    allowed: Array,
+) -> Sampled:
     """Choose one token per row.
 
     Args:
@@ -163,9 +184,11 @@ def sample(logits: Array, rows: SamplingRows, history: Callable[[], tuple[Array,
         history: gives ``counts`` and ``in_prompt`` of :func:`shape_logits`; called where they are needed, because
             gathering them costs a pass over ``[N, V]``.
         position: ``int32[N]`` of the token that is chosen.
+        allowed: tokens that guided rows may choose, see :func:`allow`.
     """
     shaping = uses_penalties(rows).any() | (rows.bias_ids < logits.shape[1]).any() | (position < rows.stop_from).any()
     shaped = lax.cond(shaping, lambda: shape_logits(logits, rows, *history(), position), lambda: logits)
+    shaped = lax.cond(rows.guided.any(), lambda: allow(shaped, rows.guided, allowed), lambda: shaped)
     greedy = argmax(shaped)
 
     def draw() -> Array:

@@ -77,6 +77,7 @@ class Scheduler(ABC):
         self.preemptions: int = 0
         self._brief = brief
         self._queue: dict[str, Held] = {}
+        self._ranked = False  # a request had a priority: until then nobody looks for an order
         self._running: dict[str, Held] = {}
         # a request may come back while its cancelled run still waits for the end of a step or pull
         self._runs: dict[str, int] = {}
@@ -131,13 +132,17 @@ class Scheduler(ABC):
                 f"request {event.request_id}: max_new_tokens must be at least 0, got {event.max_new_tokens}"
             )
         sequence = Sequence(event.request_id, event.prompt_tokens, event.max_new_tokens)
-        return Held(sequence, event.prefix if prefix_cache else ())
+        return Held(sequence, event.prefix if prefix_cache else (), priority=event.priority)
 
     def _enqueue(self, held: Held) -> None:
         id = held.id
         if id in self._queue or id in self._running:
             raise ValueError(f"request {id} is here already")
+        self._ranked = self._ranked or held.priority != 0
+        later = [other for other in self._queue.values() if other.priority > held.priority] if self._ranked else []
         self._queue[id] = held
+        for other in later:  # a dictionary keeps the order in which entries came
+            self._queue[other.id] = self._queue.pop(other.id)
         self._runs[id] = self._runs.get(id, 0) + 1
 
     def _begin(self, held: Held) -> None:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from jdserve.core.pages import PagePool
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, Instance, Plan, PrefillInstance
+from jdserve.core.steptime import QueueTime
 from jdserve.policy.base import Machine
 from jdserve.policy.colocated import ColocatedScheduler
 from jdserve.policy.decode import DecodeScheduler
@@ -23,7 +24,7 @@ class RouterConfig(
 
     Attributes:
         prefill, decode, colocated: names of the instances, in the order of the plan.
-        max_retries, balance, max_open, patience_s, near: as in the router.
+        max_retries, balance, max_open, patience_s, near, queueing, max_wait_s: as in the router.
     """
 
     prefill: tuple[str, ...] = ()
@@ -34,6 +35,8 @@ class RouterConfig(
     max_open: Annotated[int, Meta(ge=1)] | None = None
     patience_s: Annotated[float, Meta(ge=0)] = 0.0
     near: dict[str, tuple[str, ...]] = {}
+    queueing: dict[str, QueueTime] = {}
+    max_wait_s: Annotated[float, Meta(gt=0)] | None = None
 
     @classmethod
     def of(cls, plan: Plan, patience_s: float = 0.0) -> RouterConfig:
@@ -48,8 +51,19 @@ class RouterConfig(
             colocated=names(ColocatedInstance),
             max_open=plan.max_open_requests,
             patience_s=patience_s,
+            queueing=_queueing(plan) if plan.shed else {},
+            max_wait_s=plan.slo.ttft_s if plan.shed and plan.slo is not None else None,
             near={name: plan.near(name) for name in names(PrefillInstance) if plan.near(name)},
         )
+
+
+def _queueing(plan: Plan) -> dict[str, QueueTime]:
+    """What is known of the instances that only compute prompts: elsewhere the tokens to come are counted too."""
+    return {
+        instance.name: QueueTime(instance.steptime, instance.lm_tokens, instance.pp)
+        for instance in plan.instances
+        if isinstance(instance, PrefillInstance) and instance.steptime is not None
+    }
 
 
 def machine_for(
@@ -76,6 +90,8 @@ def router_of(config: RouterConfig) -> Router:
         max_open=config.max_open,
         patience_s=config.patience_s,
         near=config.near,
+        queueing=config.queueing,
+        max_wait_s=config.max_wait_s,
     )
 
 

@@ -54,8 +54,9 @@ class ColocatedScheduler(DecodingScheduler):
         if type(event) is StepDone:
             self._step_done(event, commands)
         elif type(event) is Arrived:
-            self._blocked = self._blocked and bool(self._queue)
+            head = next(iter(self._queue), None)
             self._arrived(event, commands)
+            self._blocked = self._blocked and head is not None and head == next(iter(self._queue))
         elif type(event) is Cancelled:
             self._blocked = False
             self._cancel(event.request_id, commands)

@@ -143,11 +143,13 @@ class Reject(_Command, frozen=True, gc=False):
         request_id: of the request.
         reason: for people.
         retryable: trying later may help.
+        after_s: when there may be room, where other requests are all that is in the way.
     """
 
     request_id: str
     reason: str
     retryable: bool = True
+    after_s: float | None = None
 
 
 class Dispatch(_Command, frozen=True, gc=False):

@@ -19,12 +19,14 @@ class Arrived(_Event, frozen=True, gc=False):
         prompt_tokens: tokens to prefill, at least 1; includes what an earlier run of the request generated.
         max_new_tokens: tokens that may still be generated; 0 only scores the prompt.
         prefix: chained hashes of the leading full pages that may be shared with other requests.
+        priority: requests with a smaller one are prefilled first.
     """
 
     request_id: str
     prompt_tokens: int
     max_new_tokens: int
     prefix: tuple[bytes, ...] = ()
+    priority: int = 0
 
 
 class Cancelled(_Event, frozen=True, gc=False):

@@ -15,6 +15,7 @@ class Held:
 
     Attributes:
         sequence: its state and token counts; while it is in a batch, those it joined with.
+        priority: the queue is in the order of it, and of arrival.
         prefix: chained hashes of the leading full prompt pages that may be shared.
         source: prefill instance on which its KV is parked; "" where the instance computes the prompt itself.
         table: its pages, empty until they are reserved.
@@ -38,16 +39,18 @@ class Held:
         "joined",
         "order",
         "prefix",
+        "priority",
         "sequence",
         "source",
         "table",
         "told",
     )
 
-    def __init__(self, sequence: Sequence, prefix: tuple[bytes, ...] = (), source: str = "") -> None:
+    def __init__(self, sequence: Sequence, prefix: tuple[bytes, ...] = (), source: str = "", priority: int = 0) -> None:
         self.id = sequence.id
         self.sequence = sequence
         self.prefix = prefix
+        self.priority = priority
         self.source = source
         self.table = NO_PAGES
         self.admitted = 0

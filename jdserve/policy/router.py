@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, Literal
 
 from jdserve.core.plan import Role
+from jdserve.core.steptime import QueueTime
 from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
 from jdserve.policy.events import (
     Arrived,
@@ -35,6 +36,9 @@ from jdserve.policy.events import (
 )
 
 Balance = Literal["tokens", "requests"]
+
+LIMIT_RETRY_S = 1.0
+"""When a client that met the limit on open requests may try again."""
 
 MAX_RETRIES = 8
 """One death costs a request up to two: its pull fails, and then the router hears that the instance is gone."""
@@ -97,6 +101,9 @@ class Router:
         balance: what the shortest queue of prompts is counted in first; the other breaks ties.
         max_open: requests accepted at a time, None for no limit.
         patience_s: how long requests wait for a role of which no instance is left.
+        queueing: for each instance that takes prompts, how long a queue of prompts takes there.
+        max_wait_s: a request that would wait longer than this for its prompt to be begun is rejected; needs
+            ``queueing``. None lets it wait.
         near: for a prefill instance, the decode instances that its KV goes to while one of them is usable; any may take
             it otherwise, or where the prefill instance is not in here.
 
@@ -114,6 +121,8 @@ class Router:
         max_open: int | None = None,
         patience_s: float = 0.0,
         near: Mapping[str, Seq[str]] | None = None,
+        queueing: Mapping[str, QueueTime] | None = None,
+        max_wait_s: float | None = None,
     ) -> None:
         if max_retries < 0:
             raise ValueError(f"max_retries must be at least 0, got {max_retries}")
@@ -122,6 +131,8 @@ class Router:
         self._max_open = max_open
         self._patience = round(patience_s * 1e9)
         self._near = {source: frozenset(names) for source, names in (near or {}).items()}
+        self._queueing = dict(queueing or {})
+        self._max_wait_s = max_wait_s
         self._draining = False
         self._instances: dict[str, _Instance] = {}
         self._requests: dict[str, _Request] = {}  # in order of arrival
@@ -156,6 +167,14 @@ class Router:
         """Tokens counted on instance ``name``: waiting ones (prefill), held ones (decode), or both (colocated)."""
         return self._instance(name).tokens
 
+    def wait_s(self) -> float:
+        """Estimated wait of a prompt that arrives now, on the instance where it is least; 0 where nothing is known."""
+        waits = [
+            self._queueing[peer.name].seconds(peer.tokens, peer.requests) if peer.name in self._queueing else 0.0
+            for peer in self._takers
+        ]
+        return min(waits, default=0.0)
+
     def place(self, request_id: str) -> str | None:
         """The instance that a request was dispatched to last, None for an unknown or waiting request."""
         request = self._requests.get(request_id)
@@ -180,7 +199,11 @@ class Router:
         if self._draining:
             return [Reject(event.request_id, "the service is draining: it takes no new requests")]
         if self._max_open is not None and len(self._requests) >= self._max_open:
-            return [Reject(event.request_id, f"{self._max_open} requests are open already, which is the limit")]
+            reason = f"{self._max_open} requests are open already, which is the limit"
+            return [Reject(event.request_id, reason, after_s=LIMIT_RETRY_S)]
+        if self._max_wait_s is not None and (wait := self.wait_s()) > self._max_wait_s:
+            reason = f"a prompt would wait about {wait:.2f} s, past the objective of {self._max_wait_s:g} s"
+            return [Reject(event.request_id, reason, after_s=wait - self._max_wait_s)]
         request = _Request(event.request_id, event.prompt_tokens, event.max_new_tokens)
         self._requests[request.id] = request
         return self._place(request, now)

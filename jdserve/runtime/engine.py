@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jdserve.core.errors import InvalidPlan, InvalidRequest, JdserveError, Overloaded
+from jdserve.core.errors import Busy, InvalidPlan, InvalidRequest, JdserveError, Overloaded
 from jdserve.core.pages import block_hashes
 from jdserve.core.plan import Instance, Plan, Worker, role_of
 from jdserve.core.request import Request
@@ -81,8 +81,9 @@ class _Record:
         params = self.request.params
         if self.tokens:
             params = msgspec.structs.replace(params, prompt_logprobs=None)  # told by the first run
-        return Request(
-            self.run_id, (*self.request.prompt, *self.tokens), params, len(self.tokens), self.request.cache_salt
+        prompt = (*self.request.prompt, *self.tokens)
+        return msgspec.structs.replace(
+            self.request, id=self.run_id, prompt=prompt, params=params, generated=len(self.tokens)
         )
 
 
@@ -311,8 +312,8 @@ class Engine:
             case Release(_, instance):
                 assert instance is not None
                 self._client(instance).cancel(record.run_id)
-            case Reject(_, reason, _):
-                self._fail(record, reason if self.ready else f"{reason} ({self._why_not})")
+            case Reject(_, reason, _, after_s):
+                self._fail(record, reason if self.ready else f"{reason} ({self._why_not})", after_s=after_s)
             case _:
                 raise AssertionError(f"a router gives no {type(command).__name__}")
 
@@ -331,12 +332,13 @@ class Engine:
         self.plan = self.plan.without(instance)
         self._retired.pop(instance).set_result(None)
 
-    def _fail(self, record: _Record, reason: str, *, retryable: bool = True) -> None:
+    def _fail(self, record: _Record, reason: str, *, retryable: bool = True, after_s: float | None = None) -> None:
         """End a request that the router knows no more: as a refusal before its first token, as news after it."""
         if record.tokens:
             record.news.put_nowait(TokenOutput(record.request.id, finish="error", error=reason))
         else:
-            record.news.put_nowait(Overloaded(reason) if retryable else InvalidRequest(reason))
+            refusal = Busy(reason, after_s) if after_s is not None else Overloaded(reason)
+            record.news.put_nowait(refusal if retryable else InvalidRequest(reason))
         self._forget(record)
 
     def _forget(self, record: _Record) -> None:

@@ -22,6 +22,7 @@ from jdserve.core.request import Request, SamplingParams
 from jdserve.core.spec import ModelSpec
 from jdserve.policy.commands import RunStep
 from jdserve.runtime.buckets import Launch, buckets_for, fitting, split
+from jdserve.runtime.guides import Guided
 from jdserve.runtime.links import layout_of
 from jdserve.runtime.part import LeavingKV, Part, Scores, Stages
 from jdserve.runtime.results import AdmittedSeq, LaunchedStep, Outcome, PendingStep
@@ -47,8 +48,11 @@ class Executor(Protocol):
         """Compile and run every program once; afterwards nothing is compiled any more."""
         ...
 
-    def admit(self, request: Request, pages: tuple[int, ...]) -> None:
-        """Keep the state of ``request`` on the device: before its first chunk, or with its KV in ``pages``."""
+    def admit(self, request: Request, pages: tuple[int, ...], guided: Guided | None = None) -> None:
+        """Keep the state of ``request`` on the device: before its first chunk, or with its KV in ``pages``.
+
+        ``guided`` is its guide, if it has one, fed with what was generated so far.
+        """
         ...
 
     def forget(self, request_id: str) -> None:
@@ -166,10 +170,10 @@ class JaxExecutor:
         """End the stage threads."""
         self._stages.close()
 
-    def admit(self, request: Request, pages: tuple[int, ...]) -> None:
+    def admit(self, request: Request, pages: tuple[int, ...], guided: Guided | None = None) -> None:
         """Write the request's row on the devices."""
         slot = self._slots.pop()
-        self._seqs[request.id] = AdmittedSeq(request, slot, len(pages))
+        self._seqs[request.id] = AdmittedSeq(request, slot, len(pages), guided=guided)
         self._admit_row(request, pages, slot)
 
     def _admit_row(self, request: Request, pages: tuple[int, ...], slot: int) -> None:
@@ -240,7 +244,19 @@ class JaxExecutor:
                 seq.pages += 1
             if self._depth > 1:
                 decodes[3, index] = seq.token  # the first stage does not see what the last one sampled
-        return StepInputs(chunk_tokens, chunks, decodes)
+        return StepInputs(chunk_tokens, chunks, decodes, self._allowed(launch))
+
+    def _allowed(self, launch: Launch) -> np.ndarray | None:
+        """Tokens that the guided rows may choose; None where no row of the launch is guided."""
+        rows = [(index, chunk.request_id) for index, chunk in enumerate(launch.chunks)]
+        rows += [(launch.shape.segments + index, decode.request_id) for index, decode in enumerate(launch.decodes)]
+        guided = [(row, guide) for row, name in rows if (guide := self._seqs[name].guided) is not None]
+        if not guided:
+            return None
+        allowed = np.zeros((launch.shape.segments + launch.shape.seqs, -(-self._spec.vocab // 32)), np.uint32)
+        for row, guide in guided:
+            allowed[row] = guide.allowed
+        return allowed
 
     @property
     def transfer_sizes(self) -> Seq[int]:

@@ -181,7 +181,9 @@ class Follower:
                 self._move(message)
 
     def _run(self, message: lockstep.Run) -> None:
-        outcome = self._part.run(message.shape, StepInputs(*map(lockstep.unpack, message.inputs)))
+        allowed = None if message.allowed is None else lockstep.unpack(message.allowed)
+        chunk_tokens, chunks, decodes = map(lockstep.unpack, message.inputs)
+        outcome = self._part.run(message.shape, StepInputs(chunk_tokens, chunks, decodes, allowed))
         if self._part.samples and isinstance(outcome, Future):  # else the leader sees the result itself
             outcome.add_done_callback(lambda done: self._send(message.id, done, message.scores))
 

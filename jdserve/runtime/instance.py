@@ -33,8 +33,9 @@ from jdserve.policy.base import Machine, Scheduler
 from jdserve.policy.commands import Command, Emit, Preempt, Pull, Reject, Release, RunStep
 from jdserve.policy.events import Arrived, Cancelled, Event, KVLanded, KVReady, LeaseExpired, PullFailed, StepDone
 from jdserve.runtime.executor import Executor
+from jdserve.runtime.guides import Guided, Guides
 from jdserve.runtime.links import Links, Offering
-from jdserve.runtime.live import Broken, HandOff, Live, Message, News, PullEnded, StepEnded, Stop, Submit
+from jdserve.runtime.live import Broken, Compiled, HandOff, Live, Message, News, PullEnded, StepEnded, Stop, Submit
 from jdserve.runtime.outputs import Failed, InstanceStats, Parked, Report, TokenOutput
 from jdserve.runtime.results import PendingStep, RowResult
 from jdserve.transfer.layout import KVHandle
@@ -59,6 +60,7 @@ class Instance:
         report: takes news; called on the launcher thread.
         recorder: stands between the runtime and ``scheduler`` to keep a log.
         clock: nanoseconds, for the machine and for leases.
+        guides: compiles what texts must look like; without it a request that has a guide is refused.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Instance:
         report: Callable[[Report], None],
         recorder: Machine | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        guides: Guides | None = None,
     ) -> None:
         self.name = plan.name
         self._plan = plan
@@ -81,6 +84,8 @@ class Instance:
         self._eos = tuple(eos)
         self._report = report
         self._clock = clock
+        self._guides = guides
+        self._compiling: dict[str, Submit | HandOff] = {}  # they go on when their guide is ready
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[str, Live] = {}
         self._leases: dict[str, int] = {}
@@ -162,13 +167,15 @@ class Instance:
         except queue.Empty:
             return None
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message, guided: Guided | None = None) -> None:
         match message:
+            case Submit(request) | HandOff(request) if request.params.guide is not None and guided is None:
+                self._compile(message, request)
             case Submit(request, prefix):
-                self._live[request.id] = Live(request)
-                self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix))
+                self._live[request.id] = Live(request, guided=guided)
+                self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix, request.priority))
             case HandOff(request, source, handles):
-                self._live[request.id] = Live(request, handles=handles)
+                self._live[request.id] = Live(request, handles=handles, guided=guided)
                 self._handle(KVReady(request.id, source, len(request.prompt) - 1, request.remaining))
             case PullEnded():
                 self._pull_ended(message)
@@ -176,12 +183,37 @@ class Instance:
                 self._finish_step()
             case Stop():
                 raise AssertionError("handled by the loop")
+            case Compiled():
+                self._compiled(message)
             case Cancelled(request_id):
+                self._compiling.pop(request_id, None)
                 if request_id in self._live:
                     self._live[request_id].abandoned.set()
                 self._handle(message)
             case event:
                 self._handle(event)
+
+    def _compile(self, message: Submit | HandOff, request: Request) -> None:
+        """Keep a request until its guide is ready: its KV, or its place in the queue, can wait better than others."""
+        if self._guides is None:
+            self._news.rejected.append(Failed(request.id, "guided decoding is not offered here", retryable=False))
+            self._flush()
+            return
+        self._compiling[request.id] = message
+        compiled = self._guides.begin(request)
+        compiled.add_done_callback(lambda done: self._inbox.put(Compiled(request.id, done)))
+
+    def _compiled(self, compiled: Compiled) -> None:
+        message = self._compiling.pop(compiled.request_id, None)
+        if message is None:
+            return  # it was cancelled meanwhile
+        try:
+            guided = compiled.guided.result()
+        except Exception as error:
+            self._news.rejected.append(Failed(compiled.request_id, str(error), retryable=False))
+            self._flush()
+            return
+        self._take(message, guided)
 
     def _handle(self, event: Event) -> None:
         commands = self._machine.handle(event, self._clock())
@@ -215,7 +247,7 @@ class Instance:
                 live = self._live[part.request_id]
                 live.pages = part.pages
                 if not live.admitted:
-                    self._executor.admit(live.request, part.pages)
+                    self._executor.admit(live.request, part.pages, live.guided)
                     live.admitted = True
             for chunk in step.chunks:
                 live = self._live[chunk.request_id]
@@ -251,7 +283,7 @@ class Instance:
         names = [part.request_id for part in itertools.chain(step.chunks, step.decodes)]
         try:
             rows = pending.result()
-            failed = [name for name, row in rows.items() if not row.finite]
+            failed = [name for name, row in rows.items() if row.error or not row.finite]
             self._error = "the model gave no finite logits"
         except Exception as error:
             if not self._executor.intact:
@@ -286,8 +318,9 @@ class Instance:
                 (row.logprobs,) if tokens and row is not None and row.logprobs is not None else (),
                 row.prompt_logprobs if row is not None else None,
                 emit.finish,
-                self._error if emit.finish == "error" else None,
+                ((row and row.error) or self._error) if emit.finish == "error" else None,
                 live.cached or 0,
+                refused=row is not None and bool(row.error),
             )
         )
         if emit.parked:

@@ -24,6 +24,7 @@ from jdserve.policy.build import RouterConfig, machine_for, router_of
 from jdserve.runtime.client import EngineClient
 from jdserve.runtime.engine import Engine
 from jdserve.runtime.executor import Executor, JaxExecutor
+from jdserve.runtime.guides import Guides
 from jdserve.runtime.instance import PULL_TIMEOUT_S, Instance
 from jdserve.runtime.links import Links, layout_of, local_route
 from jdserve.runtime.outputs import Report
@@ -44,6 +45,7 @@ def make_engine(
     make_executor: MakeExecutor,
     progress: Progress | None = None,
     record: Path | None = None,
+    folder: Path | None = None,
 ) -> Engine:
     """An engine over instances in this process, not started yet. KV moves by ``local``, whatever the plan says.
 
@@ -53,6 +55,7 @@ def make_engine(
         make_executor: called on a thread per instance when the engine starts.
         progress: of the start.
         record: folder that gets an event log per machine, for ``jdserve replay``.
+        folder: of the model, whose tokenizer guided decoding needs; None where nobody asks for that.
 
     Raises:
         InvalidPlan: the plan does not fit the model, or names another host.
@@ -65,7 +68,8 @@ def make_engine(
 
     def connect(report: Callable[[Report], None]) -> LocalFleet:
         links = Links(plan, spec, lambda kind: LocalTransport(checksums=plan.transfer_checksums), local_route)
-        hosted = Hosted(plan.instances, links, spec, make_executor, report, progress, record)
+        guides = None if folder is None else Guides(folder, spec)
+        hosted = Hosted(plan.instances, links, spec, make_executor, report, progress, record, guides=guides)
         return LocalFleet(hosted)
 
     config = RouterConfig.of(plan)
@@ -179,6 +183,7 @@ class Hosted:
         progress: of the start.
         record: folder for event logs.
         generation: how often these were started before, plus one; told apart in the names of the logs.
+        guides: of the model.
     """
 
     def __init__(
@@ -191,18 +196,22 @@ class Hosted:
         progress: Progress,
         record: Path | None = None,
         generation: int = 1,
+        guides: Guides | None = None,
     ) -> None:
         self.links = links
         plan = links.plan
         executors = _warm(instances, make_executor, progress)
         for instance, executor in executors.items():
             _warm_transfers(instance, executor, links, spec)
+        self._guides = guides
+        if guides is not None:
+            guides.wait()
         self.clients: dict[str, Instance] = {}
         for instance, executor in executors.items():
             scheduler = machine_for(instance, plan.page_size)
             name = instance.name if generation == 1 else f"{instance.name}-{generation}"
             machine = recorded(scheduler, instance, plan, record, name)
-            client = Instance(instance, scheduler, executor, links, spec.eos, report, machine)
+            client = Instance(instance, scheduler, executor, links, spec.eos, report, machine, guides=guides)
             client.start()
             self.clients[instance.name] = client
         self._compilations = CompilationCounter()
@@ -222,6 +231,8 @@ class Hosted:
         for name in list(self.clients):
             self.retire(name)
         self.links.close()
+        if self._guides is not None:
+            self._guides.close()
 
 
 class LocalFleet:

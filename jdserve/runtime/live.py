@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from jdserve.core.request import Request
 from jdserve.policy.commands import Pull
 from jdserve.policy.events import Event
+from jdserve.runtime.guides import Guided
 from jdserve.runtime.links import Offering
 from jdserve.runtime.outputs import Failed, Parked, Report, TokenOutput
 from jdserve.runtime.results import RowResult
@@ -29,6 +31,7 @@ class Live:
         offering: its KV on the way out (prefill), from the launch of the step that ends the prompt.
         handles: offers that it can be pulled by (decode).
         abandoned: nobody wants what is being pulled any more.
+        guided: what its text must look like, where it must.
     """
 
     request: Request
@@ -39,6 +42,7 @@ class Live:
     offering: Offering | None = None
     handles: Seq[KVHandle] = ()
     abandoned: threading.Event = field(default_factory=threading.Event)
+    guided: Guided | None = None
 
     def is_stop(self, token: int, eos: Seq[int]) -> bool:
         """Whether ``token``, the next one, ends the text."""
@@ -51,7 +55,7 @@ class Live:
         """The request with all tokens so far in its prompt."""
         old = self.request
         generated = old.generated + len(self.tokens)
-        return Request(old.id, (*old.prompt, *self.tokens), old.params, generated, old.cache_salt)
+        return Request(old.id, (*old.prompt, *self.tokens), old.params, generated, old.cache_salt, old.priority)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,14 @@ class HandOff:
     request: Request
     source: str
     handles: Seq[KVHandle]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The guide of a request is ready, or will never be; see :meth:`jdserve.runtime.guides.Guides.begin`."""
+
+    request_id: str
+    guided: Future[Guided]
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ class Stop:
     """End the launcher thread."""
 
 
-Message = Submit | HandOff | PullEnded | StepEnded | Stop | Event
+Message = Submit | HandOff | Compiled | PullEnded | StepEnded | Stop | Event
 """What the launcher thread takes, in order."""
 
 

@@ -51,13 +51,15 @@ class Run(_Message, frozen=True):
     Attributes:
         id: of the result.
         shape: of the program.
-        inputs: StepInputs.
+        inputs: StepInputs without ``allowed``.
+        allowed: see there.
         scores: which log-probabilities the result needs.
     """
 
     id: int
     shape: StepShape
     inputs: tuple[Tensor, Tensor, Tensor]
+    allowed: Tensor | None
     scores: Scores
 
 

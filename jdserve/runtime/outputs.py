@@ -35,6 +35,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
         finish: why the text ends (``stop``: the last token is an end-of-sequence or stop token; ``length``), None while
             it goes on.
         error: what went wrong where ``finish`` is ``error``.
+        refused: it was the request's own fault.
         cached_tokens: prompt tokens whose KV came out of the prefix cache.
     """
 
@@ -45,6 +46,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     error: str | None = None
     cached_tokens: int = 0
+    refused: bool = False
 
 
 class Parked(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from jdserve.core.request import Request
 from jdserve.ops.sampling import TopLogprobs
 from jdserve.policy.commands import Chunk
 from jdserve.runtime.buckets import Launch
+from jdserve.runtime.guides import Guided
 from jdserve.runtime.outputs import TokenLogprobs
 from jdserve.runtime.steps import StepOutputs
 
@@ -26,12 +27,14 @@ class RowResult:
     Attributes:
         token: chosen.
         finite: False where the logits held no number; the token means nothing then.
+        error: what is wrong with the request alone; empty where nothing is.
         logprobs: of the token, where the request wants them.
         prompt_logprobs: of every prompt token but the first, where the request wants them.
     """
 
     token: int
     finite: bool = True
+    error: str = ""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -54,6 +57,7 @@ class AdmittedSeq:
         pages: entries of its block table that the device knows.
         token: last one that was read back from the device, -1 before the first.
         scored: log-probabilities of its prompt so far.
+        guided: what its text must look like, where it must.
     """
 
     request: Request
@@ -61,6 +65,7 @@ class AdmittedSeq:
     pages: int
     token: int = -1
     scored: list[TokenLogprobs] = field(default_factory=list)
+    guided: Guided | None = None
 
 
 class Outcome(Protocol[T_co]):
@@ -98,13 +103,17 @@ class LaunchedStep:
             top = _host(outputs.sampled.logprobs) if any(self._wants(name) is not None for _, name in asked) else None
             for row, name in asked:
                 wanted = self._wants(name)
-                self._seqs[name].token = int(tokens[row])
-                scored = row < launch.shape.segments and self._seqs[name].request.params.prompt_logprobs is not None
+                seq = self._seqs[name]
+                seq.token = int(tokens[row])
+                if seq.guided is not None:
+                    seq.guided.take((seq.token,))
+                scored = row < launch.shape.segments and seq.request.params.prompt_logprobs is not None
                 rows[name] = RowResult(
                     token=int(tokens[row]),
                     finite=bool(finite[row]),
+                    error="" if seq.guided is None else seq.guided.error,
                     logprobs=None if wanted is None or top is None else _entry(top, row, int(tokens[row]), wanted),
-                    prompt_logprobs=tuple(self._seqs[name].scored) if scored else None,
+                    prompt_logprobs=tuple(seq.scored) if scored else None,
                 )
         return rows
 

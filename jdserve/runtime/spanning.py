@@ -70,8 +70,9 @@ class SpanningStages:
         """One launch through all stages."""
         id = self._team.new_id()
         result = None if self._part.samples else self._team.result(id)
-        chunk_tokens, chunks, decodes = (lockstep.pack(one) for one in inputs)
-        self._team.tell(lockstep.Run(id, shape, (chunk_tokens, chunks, decodes), scores()))
+        packed = (lockstep.pack(inputs.chunk_tokens), lockstep.pack(inputs.chunks), lockstep.pack(inputs.decodes))
+        allowed = None if inputs.allowed is None else lockstep.pack(inputs.allowed)
+        self._team.tell(lockstep.Run(id, shape, packed, allowed, scores()))
         self._bubbles.launches.change(1)
         here = self._part.run(shape, inputs)
         outcome = here if result is None else result

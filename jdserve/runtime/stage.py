@@ -111,6 +111,12 @@ class Stage:
         """An empty, zeroed pool (stale NaN must not exist) and no sequence."""
         # What sampling alone needs per token of the vocabulary is kept by the stage that samples.
         vocab = self._spec.vocab if self._last else 0
+        rows = {shape.segments + shape.seqs for shape in self._buckets.steps} if self._last else set[int]()
+        # What a step without guided rows is given; nothing reads it.
+        self._unguided: dict[int, Array] = jax.jit(
+            lambda: {count: jnp.zeros((count, -(-vocab // 32)), jnp.uint32) for count in rows},
+            out_shardings=self._whole,
+        )()
         make = jax.jit(
             lambda: (
                 KVPool(*(jnp.zeros(self._pool_shape, self._dtype) for _ in range(2))),
@@ -137,6 +143,7 @@ class Stage:
                 np.zeros((4, shape.tokens), np.int32),
                 np.zeros((4, shape.segments), np.int32),
                 np.zeros((4, shape.seqs), np.int32),
+                self._unguided.get(shape.segments + shape.seqs),
             )
             lowered = step.lower(self._leaves, self._pool, self._fixed, self._live, inputs, hidden)
             self._programs[shape] = lowered.compile()
@@ -159,6 +166,10 @@ class Stage:
             both meshes are wholly in this process, else still on this stage's.
         """
         outputs: StepOutputs | Array
+        if not self._last:
+            inputs = inputs._replace(allowed=None)
+        elif inputs.allowed is None:
+            inputs = inputs._replace(allowed=self._unguided[shape.segments + shape.seqs])
         self._pool, self._live, outputs = self._programs[shape](
             self._leaves, self._pool, self._fixed, self._live, inputs, hidden
         )

@@ -111,6 +111,7 @@ def admission(
         stop_ids=stops,
         stop_from=np.int32(original + params.min_tokens),
         logprobs=np.bool_(params.logprobs is not None),
+        guided=np.bool_(params.guide is not None),
     )
     return Admission(
         slot=np.int32(slot),

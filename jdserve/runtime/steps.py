@@ -8,7 +8,9 @@ Host inputs of a launch with T prompt tokens, R chunks and B decoding sequences:
   where the request wants prompt log-probabilities (-1 elsewhere);
 - ``chunks`` ``int32[4, R]``: slot, tokens before the chunk, index of its last token, 1 if it ends the prompt;
 - ``decodes`` ``int32[4, B]``: slot, the column and page of a block table entry that is new (column W for none), and
-  the token to feed in; -1 takes the last one that was sampled on this device, without a round trip to the host.
+  the token to feed in; -1 takes the last one that was sampled on this device, without a round trip to the host;
+- ``allowed`` ``uint32[R + B, ceil(V / 32)]``: a bit per token that a guided row may choose, on the last stage alone.
+  None where no row is guided: the stage then has an array of its own, and nothing is sent.
 
 Everything else is on the device already.
 """
@@ -46,6 +48,7 @@ class StepInputs(NamedTuple):
     chunk_tokens: Leaf
     chunks: Leaf
     decodes: Leaf
+    allowed: Leaf | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -155,7 +158,8 @@ def _choose(
     """Sample a token per row and write it into the state of slots ``to``."""
     slots = jnp.concatenate((inputs.chunks[0], inputs.decodes[0]))
     rows = jax.tree.map(lambda leaf: leaf[slots], fixed.sampling)
-    sampled = sample(logits, rows, lambda: (live.counts[slots], fixed.in_prompt[slots]), position)
+    assert inputs.allowed is not None, "the stage that samples fills it in"
+    sampled = sample(logits, rows, lambda: (live.counts[slots], fixed.in_prompt[slots]), position, inputs.allowed)
     counts = lax.cond(
         uses_penalties(rows).any(),
         lambda: live.counts.at[to, sampled.tokens].add(1, mode="promise_in_bounds"),

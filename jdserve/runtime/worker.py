@@ -25,6 +25,7 @@ from jdserve.models.load import resolve
 from jdserve.runtime import wire
 from jdserve.runtime.channel import Channel, Frames, Keys
 from jdserve.runtime.follower import Follower
+from jdserve.runtime.guides import Guides
 from jdserve.runtime.hosts import address_of
 from jdserve.runtime.instance import Instance
 from jdserve.runtime.launch import Hosted, jax_executors
@@ -136,7 +137,15 @@ class WorkerProcess:
             record = Path(welcome.record) if welcome.record is not None else None
             executors = jax_executors(plan, model, progress, here, team)
             self._hosted = Hosted(
-                instances, links, model.spec, executors, self._report, progress, record, welcome.generation
+                instances,
+                links,
+                model.spec,
+                executors,
+                self._report,
+                progress,
+                record,
+                welcome.generation,
+                Guides(model.folder, model.spec),
             )
             if team is not None:
                 team.begin()

@@ -89,12 +89,32 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+class AnswerFunction(msgspec.Struct, frozen=True):
+    """What the model calls; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct, frozen=True):
+    """A call of a tool; in a stream with its place among the calls of the choice."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+    index: int | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's turn."""
+    """The assistant's turn; it has no content where it only calls tools."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -103,7 +123,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinish
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -122,6 +142,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     content: str
     role: Literal["assistant"] | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -130,7 +151,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -169,6 +190,18 @@ class Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
+class Detokenized(msgspec.Struct, frozen=True):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Answer of ``/version``."""
+
+    version: str
+
+
 class Health(msgspec.Struct, frozen=True):
     """Answer of ``/health``; the other fields tell of a start-up that has not ended."""
 
@@ -178,7 +211,7 @@ class Health(msgspec.Struct, frozen=True):
     error: str | UnsetType = UNSET
 
 
-ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Tokens, Health, ErrorResponse)
+ANSWERS = (Completion, ChatCompletion, ChatChunk, Model, ModelList, Tokens, Detokenized, Version, Health, ErrorResponse)
 """Every shape that an answer or an event may have."""
 
 

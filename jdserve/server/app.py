@@ -18,6 +18,8 @@ from jdserve.server.chat import chat
 from jdserve.server.completions import complete
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import RETRY_AFTER_S, install_handlers
+from jdserve.server.extras import add_extras
+from jdserve.server.limits import LimitRequests, Limits
 from jdserve.server.metrics import Metrics, Outcome
 from jdserve.server.protocol import ChatBody, CompletionBody, TokenizeBody
 from jdserve.server.serving import Front
@@ -30,7 +32,14 @@ GENERATING = (COMPLETIONS, CHAT)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, drain_timeout_s: float = 30.0) -> FastAPI:
+def create_app(
+    engine: TextEngine,
+    tokenizer: Tokenizer,
+    served_name: str,
+    *,
+    drain_timeout_s: float = 30.0,
+    limits: Limits | None = None,
+) -> FastAPI:
     """The application that serves ``engine``.
 
     Args:
@@ -38,6 +47,7 @@ def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, dr
         tokenizer: of its model.
         served_name: what clients call the model.
         drain_timeout_s: how long a shutdown waits for running requests.
+        limits: of one HTTP request.
     """
     front = Front(engine, tokenizer, served_name, Metrics(engine))
 
@@ -59,6 +69,8 @@ def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, dr
     _add_generation(app, front)
     _add_models(app, front)
     _add_status(app, front)
+    add_extras(app, front)
+    app.add_middleware(LimitRequests, limits=limits or Limits())
     app.openapi = lambda: _openapi(app)
     return app
 
@@ -76,7 +88,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 def _add_models(app: FastAPI, front: Front) -> None:
     engine = front.engine
 
-    @app.post("/tokenize", responses={200: _json("Tokens"), **_refusals(400, 404)})
+    @app.post("/tokenize", responses={200: _json("Tokens"), **_refusals(400, 404, 413)})
     async def tokenize(body: TokenizeBody) -> Response:
         front.check_model(body.model)
         (ids,) = await front.tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
@@ -130,7 +142,7 @@ def _documented(whole: str, *, stream: str) -> dict[int | str, dict[str, Any]]:
     ok["content"]["text/event-stream"] = {
         "schema": {"type": "string", "description": f"`data:` events: {stream} or ErrorResponse as JSON, then [DONE]"}
     }
-    return {200: ok, **_refusals(400, 404, 500, 503)}
+    return {200: ok, **_refusals(400, 404, 413, 429, 500, 503, 504)}
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:

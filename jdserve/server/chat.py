@@ -11,11 +11,14 @@ from starlette.responses import Response
 
 from jdserve.core.errors import InvalidRequest
 from jdserve.server.answers import (
+    AnswerCall,
+    AnswerFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatFinish,
     ChatLogprobs,
     ChatMessage,
     Usage,
@@ -26,6 +29,7 @@ from jdserve.server.protocol import ChatBody
 from jdserve.server.serving import Front, make_samples, respond, room_for
 from jdserve.server.text import TextDelta
 from jdserve.server.tokenizer import Tokenizer
+from jdserve.server.tools import ToolCall, ToolChoice, ToolParser
 
 NO_TEMPLATE = (
     "this model has no chat template: start the server with --chat-template FILE, or send a prompt to /v1/completions"
@@ -48,28 +52,49 @@ async def chat(front: Front, body: ChatBody, http: HttpRequest) -> Response:
         max_tokens=room_for(front, prompt, asked, None, param=param, prompt_param="messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
+        guide=await front.guide(body),
     )
     id, samples = make_samples(front, body, "chatcmpl", [(prompt, params)], continues=False)
-    return await respond(front, http, body, id, samples, ChatDialect(front.tokenizer, bool(body.logprobs)))
+    return await respond(front, http, body, id, samples, ChatDialect(front.tokenizer, body))
 
 
 class ChatDialect:
     """Spells answers as turns of a conversation."""
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: ChatBody) -> None:
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
+        self._logprobs = bool(body.logprobs)
+        self._tools = [tool.function.name for tool in body.offered]
+        self._named = isinstance(body.tool_choice, ToolChoice)
+        self._parsers: dict[int, ToolParser] = {}  # by choice
 
     def choice(self, sample: Sample, text: TextDelta) -> ChatChoice:
         """A choice of a whole answer."""
-        finish = "stop" if text.finish == "stop" else "length"
-        return ChatChoice(sample.index, ChatMessage("assistant", text.text), self._scores(text), finish)
+        content, calls, finish = self._read(sample, text)
+        called = [AnswerCall(call.id, "function", AnswerFunction(call.name, call.arguments)) for call in calls]
+        message = ChatMessage("assistant", content or (None if calls else ""), tool_calls=called or UNSET)
+        return ChatChoice(sample.index, message, self._scores(text), finish or "length")
 
     def piece(self, sample: Sample, delta: TextDelta) -> ChatChunkChoice:
         """A choice of a chunk; the role comes with the first."""
-        finish = "stop" if delta.finish == "stop" else "length" if delta.finish else None
         role = UNSET if sample.begun else "assistant"
-        return ChatChunkChoice(sample.index, ChatDelta(delta.text, role), self._scores(delta), finish)
+        before = self._parsers[sample.index].calls if sample.index in self._parsers else 0
+        content, calls, finish = self._read(sample, delta)
+        called = [
+            AnswerCall(call.id, "function", AnswerFunction(call.name, call.arguments), before + place)
+            for place, call in enumerate(calls)
+        ]
+        return ChatChunkChoice(sample.index, ChatDelta(content, role, called or UNSET), self._scores(delta), finish)
+
+    def _read(self, sample: Sample, delta: TextDelta) -> tuple[str, list[ToolCall], ChatFinish | None]:
+        """Content, calls and reason of ``delta``."""
+        finish = "stop" if delta.finish == "stop" else "length" if delta.finish else None
+        if not self._tools:
+            return delta.text, [], finish
+        parser = self._parsers.setdefault(sample.index, ToolParser(self._tools))
+        content, calls = parser.feed(delta.text, end=finish is not None)
+        # A function that was named is no decision of the model: the answer to that ends as any other, as OpenAI's does.
+        return content, calls, "tool_calls" if finish == "stop" and parser.calls and not self._named else finish
 
     def answer(self, id: str, created: int, model: str, choices: list[Any], usage: Usage) -> ChatCompletion:
         """A whole answer."""
@@ -90,5 +115,9 @@ async def _token_ids(tokenizer: Tokenizer, body: ChatBody) -> tuple[int, ...]:
     if tokenizer.template is None:
         raise InvalidRequest(NO_TEMPLATE, param="messages", code="no_chat_template")
     messages = [message.for_template() for message in body.messages]
-    text = await asyncio.to_thread(tokenizer.template.render, messages, body.add_generation_prompt is not False)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    if tools and not tokenizer.template.takes_tools:
+        raise InvalidRequest("the chat template of this model has no place for tools", param="tools")
+    ends = body.add_generation_prompt is not False
+    text = await asyncio.to_thread(tokenizer.template.render, messages, ends, tools)
     return (await tokenizer.encode([text], add_special_tokens=False))[0]

@@ -31,6 +31,7 @@ async def complete(front: Front, body: CompletionBody, http: HttpRequest) -> Res
     body.check()
     prompts = await _token_ids(front.tokenizer, body.prompt)
     scored = body.logprobs if body.echo else None
+    guide = await front.guide(body)
     jobs = [
         (
             prompt,
@@ -40,6 +41,7 @@ async def complete(front: Front, body: CompletionBody, http: HttpRequest) -> Res
                 ),
                 logprobs=body.logprobs,
                 prompt_logprobs=scored,
+                guide=guide,
             ),
         )
         for prompt in prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded
+from jdserve.core.errors import Busy, DeadlineExceeded, InvalidRequest, JdserveError, Overloaded
 from jdserve.server.metrics import Outcome
 
 MAX_MESSAGE = 2000
@@ -82,6 +83,11 @@ def from_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, str(error), type="timeout", param="timeout", code="deadline_exceeded")
+    if isinstance(error, Busy):
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        return ApiError(429, str(error), type="rate_limit_error", code="server_busy", headers=headers)
     if isinstance(error, Overloaded):
         return unavailable(str(error))
     # The text of a foreign exception may tell of the inside of the service; its kind is enough, the log has the rest.
@@ -129,11 +135,11 @@ def install_handlers(app: FastAPI, count: Callable[[HttpRequest, Outcome], None]
 
     Args:
         app: to change.
-        count: told of each request that is refused, or that breaks this code; one that fails in the engine is known.
+        count: told of each request that is refused, or that breaks this code; what fails later is counted already.
     """
 
     def refuse(http: HttpRequest, error: ApiError) -> Response:
-        if error.status != 500:
+        if error.status not in (500, 504):
             count(http, "rejected")
         return error.response()
 

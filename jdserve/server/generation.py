@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request as HttpRequest
 
-from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded, RequestFailed
+from jdserve.core.errors import DeadlineExceeded, InvalidRequest, JdserveError, Overloaded, RequestFailed
 from jdserve.core.request import Request
 from jdserve.server.answers import PromptTokensDetails, Usage
 from jdserve.server.engine_api import TextEngine
@@ -58,22 +58,32 @@ _News = tuple[Sample, TextDelta] | Exception
 
 
 async def generate(
-    engine: TextEngine, metrics: Metrics, samples: Sequence[Sample], http: HttpRequest
+    engine: TextEngine, metrics: Metrics, samples: Sequence[Sample], http: HttpRequest, timeout_s: float | None = None
 ) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
     """Run ``samples`` and give their deltas as they come.
 
     When the generator ends, for whatever reason, no sample runs any more in the engine; and the request is counted as
     ok, aborted or failed. One that the engine refuses before its first token is left to whoever answers it.
 
+    Args:
+        engine: to run them.
+        metrics: that count them.
+        samples: of one HTTP request.
+        http: its connection.
+        timeout_s: longest time that they may take together.
+
     Raises:
         InvalidRequest, Overloaded: the engine refuses a sample.
         RequestFailed: a sample failed.
+        DeadlineExceeded: they took too long.
         ClientGone: the client closed its connection.
     """
     news: asyncio.Queue[_News] = asyncio.Queue()
     watches = [metrics.watch(len(s.request.prompt) if s.first_of_prompt else 0) for s in samples]
     tasks = [asyncio.create_task(_run(engine, s, watch, news)) for s, watch in zip(samples, watches, strict=True)]
     tasks.append(asyncio.create_task(_watch_client(http, news)))
+    if timeout_s is not None:
+        tasks.append(asyncio.create_task(_watch_clock(timeout_s, news)))
     live, begun, outcome = len(samples), False, "aborted"
     try:
         while live:
@@ -105,7 +115,8 @@ async def _run(engine: TextEngine, sample: Sample, watch: Watch, news: asyncio.Q
         async with contextlib.aclosing(engine.generate(sample.request)) as outputs:
             async for output in outputs:
                 if output.finish in {"abort", "error"}:
-                    raise RequestFailed(output.error or "the service aborted the request")
+                    kind = InvalidRequest if output.refused else RequestFailed
+                    raise kind(output.error or "the service aborted the request")
                 delta = sample.text.feed(output)
                 watch.saw(delta)
                 news.put_nowait((sample, delta))
@@ -117,6 +128,11 @@ async def _run(engine: TextEngine, sample: Sample, watch: Watch, news: asyncio.Q
     except Exception as error:  # whatever it is, the client must hear of it
         logger.exception("request %s failed", sample.request.id)
         news.put_nowait(RequestFailed(f"internal error: {type(error).__name__}"))
+
+
+async def _watch_clock(timeout_s: float, news: asyncio.Queue[_News]) -> None:
+    await asyncio.sleep(timeout_s)
+    news.put_nowait(DeadlineExceeded(f"the request was not answered within its timeout of {timeout_s:g} s"))
 
 
 async def _watch_client(http: HttpRequest, news: asyncio.Queue[_News]) -> None:

@@ -210,7 +210,7 @@ async def _start(
     tokenizer = Tokenizer.read(model.folder, options.chat_template)
     if cluster is None:
         executors = jax_executors(plan, model, progress)
-        engine = make_engine(plan, model.spec, executors, progress, options.record)
+        engine = make_engine(plan, model.spec, executors, progress, options.record, model.folder)
     else:
         engine = make_worker_engine(plan, model.spec, cluster, progress, meeting_file(port))
     await engine.start()

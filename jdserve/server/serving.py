@@ -15,11 +15,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jdserve.core.errors import InvalidRequest
-from jdserve.core.request import Request, SamplingParams
+from jdserve.core.request import Guide, Request, SamplingParams
 from jdserve.server.answers import Usage
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import ApiError, from_exception, unavailable
 from jdserve.server.generation import ClientGone, Sample, generate, usage
+from jdserve.server.guidance import GuideChecks
 from jdserve.server.metrics import Metrics
 from jdserve.server.protocol import MAX_CHOICES, CommonBody, StreamOptions, sample_seed
 from jdserve.server.text import TextDelta, TextStream, join
@@ -37,12 +38,27 @@ class Front(msgspec.Struct, frozen=True):
         tokenizer: of the model.
         served_name: the model's name for clients.
         metrics: of this app.
+        guides: checks what texts must look like.
     """
 
     engine: TextEngine
     tokenizer: Tokenizer
     served_name: str
     metrics: Metrics
+    guides: GuideChecks = msgspec.field(default_factory=GuideChecks)
+
+    async def guide(self, body: CommonBody) -> Guide | None:
+        """What the text of ``body`` must look like, compiled once to see that it can be.
+
+        Raises:
+            InvalidRequest: it cannot be.
+            Overloaded: too many wait for the same.
+        """
+        asked = body.guide()
+        if asked is None:
+            return None
+        await self.guides.check(*asked)
+        return asked[0]
 
     def admit(self, model: str) -> None:
         """Check that work is taken, and that it is for the model at hand.
@@ -160,7 +176,9 @@ def make_samples(
         for j in range(n):
             index = which * n + j
             params = msgspec.structs.replace(base, seed=sample_seed(body.seed, j))
-            request = Request(f"{id}-{index}", prompt, params, cache_salt=body.cache_salt or "")
+            request = Request(
+                f"{id}-{index}", prompt, params, cache_salt=body.cache_salt or "", priority=body.priority or 0
+            )
             context = prompt if continues else ()
             text = TextStream(front.tokenizer, params, context=context, offset=echo[which] if echo else 0)
             samples.append(Sample(index, j == 0, request, text))
@@ -175,7 +193,7 @@ async def respond(
     Raises:
         InvalidRequest, Overloaded, RequestFailed: before anything was sent.
     """
-    deltas = generate(front.engine, front.metrics, samples, http)
+    deltas = generate(front.engine, front.metrics, samples, http, body.timeout)
     created = int(time.time())
     try:
         if body.stream:

@@ -9,13 +9,18 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdserve.core.errors import InvalidRequest
 
 
 class ChatTemplate:
-    """A compiled template. It runs in a sandbox: it comes with the weights, from whoever made them."""
+    """A compiled template. It runs in a sandbox: it comes with the weights, from whoever made them.
+
+    Attributes:
+        takes_tools: it reads the tools that a conversation may use.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Compile ``source``.
@@ -33,23 +38,33 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
         self._variables = dict(variables)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The prompt text of ``messages``.
 
         Args:
             messages: each with ``role`` and ``content``.
             add_generation_prompt: end with the opening of the assistant's turn.
+            tools: that the model may call, as OpenAI's API spells them.
 
         Raises:
             InvalidRequest: the template refuses the messages.
         """
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
+                **self._variables,
             )
         except Exception as error:  # a foreign program may raise anything, and only its input is ours
             message = f"the chat template refuses the messages: {error}"

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from jdserve.core.errors import IllegalTransition, InvalidRequest
 from jdserve.core.request import (
+    MAX_GUIDE,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
     SLO,
     TRANSITIONS,
+    Guide,
     Request,
     SamplingParams,
     Sequence,
@@ -144,11 +146,23 @@ def test_an_empty_stop_string_is_refused() -> None:
     refused(SamplingParams(stop=("a", "")), "stop", "stop must not hold an empty string")
 
 
+def test_a_guide_is_bounded_and_decides_alone_where_the_text_ends() -> None:
+    alone = "{} does not go together with a regex, which decides where the text ends"
+    SamplingParams(guide=Guide("regex", "a" * MAX_GUIDE)).validate(VOCAB)
+    refused(
+        SamplingParams(guide=Guide("regex", "a" * (MAX_GUIDE + 1))),
+        "regex",
+        "a regex of 65537 characters is above the limit of 65536",
+    )
+    refused(SamplingParams(guide=Guide("regex", "a"), ignore_eos=True), "ignore_eos", alone.format("ignore_eos"))
+    refused(SamplingParams(guide=Guide("regex", "a"), min_tokens=1), "min_tokens", alone.format("min_tokens"))
+
+
 def test_what_has_no_bound_passes() -> None:
     fields = set(SamplingParams.__struct_fields__)
     SamplingParams(ignore_eos=True, include_stop_str_in_output=True).validate(VOCAB)
     bounded = {"temperature", "min_p", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "logprobs"}
-    bounded |= {"prompt_logprobs", "top_k", "max_tokens", "top_p", "repetition_penalty", "logit_bias", "stop"}
+    bounded |= {"prompt_logprobs", "top_k", "max_tokens", "top_p", "repetition_penalty", "logit_bias", "stop", "guide"}
     # A new field stands here until a test above covers its bound.
     assert fields - bounded == {"stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
 

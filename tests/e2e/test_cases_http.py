@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -270,6 +271,30 @@ def test_stop_03_the_stop_may_be_part_of_the_text(api: Api, include: bool, strea
     assert text in ("", "<|im_end|>" if include else "")
 
 
+# -- guided texts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_guide_holds_through_two_instances(api: Api) -> None:
+    """Sampled in one process, then in another; also where the neighbours are free, and in a stream."""
+    params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.4, "seed": 5}
+    with api.counting("kv_transfers_total", 4):
+        answer = api.complete("Thunder", guided_regex="(fox|owl){2,4}[0-9]{3}", n=4, **params).json()
+        api.settle()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert all(re.fullmatch("(fox|owl){2,4}[0-9]{3}", text) for text in texts), texts
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    stream = events(api.chat("Thunder", response_format=named, stream=True, **params | {"max_tokens": 100}))
+    if stream[-1]["choices"][0]["finish_reason"] == "stop":
+        assert json.loads(joined(stream)[0]) in ({"a": 1}, {"a": 2})
+    assert joined(stream)[0].lstrip().startswith("{")
+    refusal(api.complete("Thunder", guided_regex="(((", **params), "guided_regex")
+    hostile = api.complete("Thunder", guided_regex="(a?){5000}a{5000}", **params)
+    assert hostile.status_code == 400
+    assert api.complete("Thunder", **params).status_code == 200
+
+
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +434,7 @@ SWEPT: list[dict[str, Any]] = [
     {"temperature": 0, "logit_bias": {"7": 5, "8": -100}, "min_tokens": 3, "stop_token_ids": [9]},
     {"temperature": 0, "logprobs": 5},
     {"temperature": 1, "logprobs": 0, "echo": True},
+    {"temperature": 1, "guided_choice": ["seven foxes", "an owl"]},
     {"n": 3, "stream": True},
 ]
 

@@ -93,7 +93,7 @@ def test_workers_do_not_outlive_a_killed_server(start: Callable[..., Server]) ->
 
 
 def test_pd_03_a_killed_prefill_instance(start: Callable[..., Server]) -> None:
-    """Decode and the front door live, streams end whole, and the instance comes back."""
+    """CAN-04. Decode and the front door live, streams end whole, and the instance comes back."""
     server = start().wait_ready()
     api = Api(server.url)
     streams = [Stream(server.url) for _ in range(8)]

@@ -25,8 +25,8 @@ filtered = jax.jit(filter_logits)
 
 
 @jax.jit
-def run(logits, rows, counts, in_prompt, position):
-    return sample(logits, rows, lambda: (counts, in_prompt), position)
+def run(logits, rows, counts, in_prompt, position, allowed):
+    return sample(logits, rows, lambda: (counts, in_prompt), position, allowed)
 
 
 def sampling_rows(rows, vocab=VOCAB, **leaves):
@@ -42,12 +42,13 @@ def sampling_rows(rows, vocab=VOCAB, **leaves):
     return SamplingRows(**made)
 
 
-def choose(logits, rows, counts=None, in_prompt=None, position=0):
+def choose(logits, rows, counts=None, in_prompt=None, position=0, allowed=0):
     logits = np.asarray(logits, np.float32)
     counts = np.zeros(logits.shape, np.int32) if counts is None else np.asarray(counts, np.int32)
     in_prompt = np.zeros(logits.shape, bool) if in_prompt is None else np.asarray(in_prompt, bool)
     position = np.broadcast_to(np.asarray(position, np.int32), logits.shape[:1])
-    return jax.tree.map(np.asarray, run(logits, rows, counts, in_prompt, position))
+    allowed = np.broadcast_to(np.asarray(allowed, np.uint32), (len(logits), -(-logits.shape[1] // 32)))
+    return jax.tree.map(np.asarray, run(logits, rows, counts, in_prompt, position, allowed))
 
 
 def random_logits(rows, seed=0, vocab=VOCAB):
@@ -352,3 +353,27 @@ def test_a_tiny_temperature_is_greedy():
     logits = random_logits(3) + 20
     rows = sampling_rows(3, temperature=[1e-30, 1e-10, 1e-4], seed=seeds([1, 2, 3]))
     assert choose(logits, rows).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_guided_row_takes_only_what_is_allowed():
+    """Whatever else shapes it, and whatever its neighbours are; a vocabulary that is no multiple of 32."""
+    vocab = 70
+    logits = random_logits(4, vocab=vocab)
+    logits[:, 69] += 40
+    words = np.zeros((4, 3), np.uint32)
+    words[1] = [0, 1 << 3, 0]
+    words[2] = [1 << 5, 1 << 31, 1 << 4]
+    rows = sampling_rows(
+        4, vocab, guided=[False, True, True, False], temperature=[0, 1, 1, 1], bias={1: {4: 100.0}, 2: {4: 100.0}},
+        seed=seeds([1, 2, 3, 4]), logprobs=True,
+    )  # fmt: skip
+    seen = set()
+    for position in range(40):
+        result = choose(logits, rows, position=position, allowed=words)
+        assert result.tokens[[0, 1, 3]].tolist() == [69, 35, 69]
+        assert result.finite.all()
+        seen.add(int(result.tokens[2]))
+    assert seen == {5, 63, 68}
+    np.testing.assert_allclose(
+        result.logprobs.logprob, np.asarray(jax.nn.log_softmax(logits))[np.arange(4), result.tokens], atol=1e-5
+    )

@@ -211,3 +211,12 @@ def test_what_it_refuses() -> None:
     machine.handle(StepDone(0), 0)
     with pytest.raises(ValueError, match="a is here already"):
         machine.handle(Arrived("a", 1, 5), 0)
+
+
+def test_the_queue_is_in_the_order_of_priority_and_then_of_arrival() -> None:
+    machine = scheduler(lm_tokens=1)
+    machine.handle(Arrived("blocker", 1, 1), 0)
+    for id, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0), ("e", 2), ("f", -1)):
+        assert machine.handle(Arrived(id, 4, 5, priority=priority), 0) == []
+    order = [batch(machine.handle(StepDone(step), 1 + step))[0] for step in range(6)]
+    assert order == ["c", "f", "a", "d", "b", "e"]

@@ -3,7 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import ColocatedInstance, DecodeInstance, HostedStage, Plan, PrefillInstance, Worker
+from jdserve.core.request import SLO
+from jdserve.core.steptime import QueueTime, StepTime
 from jdserve.policy.build import RouterConfig, machine_for, router_for
 from jdserve.policy.colocated import ColocatedScheduler
 from jdserve.policy.commands import Command, Dispatch, Reject, Release, Retire
@@ -400,3 +403,53 @@ def test_an_idle_instance_retires_at_once_and_a_new_one_takes_its_place() -> Non
     assert ready(router, "b", "p1") == [Dispatch("b", "d2", "p1")]
     with pytest.raises(ValueError, match="'x' is not in the plan"):
         router.handle(PeerJoined("x"), 0)
+
+
+def test_a_prompt_that_would_wait_too_long_is_shed() -> None:
+    steptime = StepTime(base=0.5, per_new_token=0.01)
+    queueing = dict.fromkeys(("p0", "p1"), QueueTime(steptime, 50))
+    router = Router(["p0", "p1"], ["d0"], [], max_wait_s=2.0, queueing=queueing)
+    assert arrive(router, 100, 100, 30) == ["p0", "p1", "p0"]  # p0: 130 tokens in 2.6 steps, 1.3 + 1.3 s
+    assert router.wait_s() == pytest.approx(2.0)
+    (dispatch,) = router.handle(Arrived("d", 1, 10), 0)
+    assert isinstance(dispatch, Dispatch)
+    (shed,) = router.handle(Arrived("e", 1, 10), 0)
+    assert isinstance(shed, Reject)
+    assert shed.retryable
+    assert shed.after_s == pytest.approx(0.02)
+    assert router.requests == 4
+    ready(router, "b", "p1")
+    assert router.wait_s() < 1.0
+    (dispatch,) = router.handle(Arrived("e", 1, 10), 0)
+    assert isinstance(dispatch, Dispatch)
+    full = Router(["p0"], ["d0"], [], max_open=1)
+    full.handle(Arrived("a", 1, 10), 0)
+    (refused,) = full.handle(Arrived("b", 1, 10), 0)
+    assert isinstance(refused, Reject)
+    assert refused.after_s
+
+
+def test_what_shedding_needs() -> None:
+    plan = Plan(
+        model="tiny",
+        max_model_len=64,
+        slo=SLO(0.5, 0.1),
+        shed=True,
+        instances=(
+            PrefillInstance(name="p0", pages=64, lm_tokens=64, pp=2, steptime=StepTime(0.1)),
+            DecodeInstance(name="d0", pages=64, max_num_seqs=4),
+        ),
+        workers=(
+            Worker("p0", (HostedStage("p0", (0,)), HostedStage("p0", (2,), 1))),
+            Worker("d0", (HostedStage("d0", (1,)),)),
+        ),
+    )
+    plan.check()
+    config = RouterConfig.of(plan)
+    assert (config.max_wait_s, config.queueing) == (0.5, {"p0": QueueTime(StepTime(0.1), 64, 2)})
+    assert RouterConfig.of(msgspec.structs.replace(plan, shed=False)).max_wait_s is None
+    with pytest.raises(InvalidPlan, match=r"\$.shed: without an slo"):
+        msgspec.structs.replace(plan, slo=None).check()
+    bare = msgspec.structs.replace(plan.instances[0], steptime=None)
+    with pytest.raises(InvalidPlan, match="shed needs the step times"):
+        msgspec.structs.replace(plan, instances=(bare, plan.instances[1])).check()

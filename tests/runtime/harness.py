@@ -93,9 +93,8 @@ def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
 
 def engine_for(model: LoadedModel, plan: Plan, wrap: Callable | None = None, record: Path | None = None) -> Engine:
     make = jax_executors(plan, model, Progress())
-    return make_engine(
-        plan, model.spec, (lambda instance: wrap(instance, make(instance))) if wrap else make, record=record
-    )
+    wrapped = (lambda instance: wrap(instance, make(instance))) if wrap else make
+    return make_engine(plan, model.spec, wrapped, record=record, folder=model.folder)
 
 
 def run(engine: Engine, body: Callable) -> object:

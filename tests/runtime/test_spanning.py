@@ -16,7 +16,7 @@ import pytest
 
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import HostedStage, Instance, Plan, Worker
-from jdserve.core.request import Request
+from jdserve.core.request import Guide, Request
 from jdserve.models.checkpoint import LoadedModel
 from jdserve.runtime import lockstep
 from jdserve.runtime.channel import Channel, Keys, new_secret
@@ -69,8 +69,9 @@ def requests() -> list[Request]:
         {},
         {"logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.7, "seed": 15, "presence_penalty": 0.8, "frequency_penalty": 0.6},
+        {"temperature": 1.0, "seed": 16, "ignore_eos": False, "guide": Guide("regex", "(fox|owl){5,}")},
     ]
-    return [request(f"r{i}", prompt(5 + 11 * i, i), max_tokens=12, **options[i % 4]) for i in range(6)]
+    return [request(f"r{i}", prompt(5 + 11 * i, i), max_tokens=12, **options[i % 5]) for i in range(6)]
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ def test_the_texts_of_one_device_and_a_log_that_replays(
 def test_a_worker_that_dies_or_hangs_costs_no_token(
     model: LoadedModel, expected: dict[str, Answer], victim: str, number: signal.Signals
 ) -> None:
+    """CAN-04, the part of it that is below HTTP."""
     plan = plan_of(model, prefill(), decode())
 
     async def body(engine: Engine) -> None:

@@ -79,7 +79,7 @@ class FakeEngine:
     Attributes:
         script: token i of a request.
         per_output: tokens per output.
-        fail_after: raise ``failure`` instead of giving this token.
+        fail_after: raise ``failure`` instead of giving this token; ``refused`` as in the output.
         hold_at: wait for ``go`` before this token; ``holding`` is set then.
         refuse: raised before the first output.
         begun, cancelled, requests: ids in order, and what came in. ``on_cancel`` is set at each cancel.
@@ -94,6 +94,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.fail_after: int | None = None
         self.failure: Exception | FinishReason = RuntimeError("boom at /secret/path")
+        self.refused = False
         self.hold_at: int | None = None
         self.holding, self.go, self.on_cancel = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuse: Exception | None = None
@@ -143,7 +144,7 @@ class FakeEngine:
                 if done == self.fail_after:
                     if isinstance(self.failure, Exception):
                         raise self.failure
-                    yield TokenOutput(request.id, finish=self.failure, error="decode died")
+                    yield TokenOutput(request.id, finish=self.failure, error="decode died", refused=self.refused)
                     return
                 tokens.append(self.script(request, done))
                 done += 1

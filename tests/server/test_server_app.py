@@ -15,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 
-from jdserve.core.errors import RequestFailed
+from jdserve.core.errors import Busy, RequestFailed
 from jdserve.core.request import Request, SamplingParams
+from jdserve.core.version import VERSION
 from jdserve.runtime.outputs import TokenOutput
 from jdserve.server import answers
+from jdserve.server.app import create_app
 from jdserve.server.generation import Sample, generate
+from jdserve.server.limits import Limits
 from jdserve.server.metrics import Metrics
 from jdserve.server.text import TextStream
 
@@ -107,6 +110,96 @@ def test_metrics() -> None:
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
+def test_probes_and_small_routes() -> None:
+    service = Service()
+    assert service.call("GET", "/version").json() == {"version": VERSION}
+    ids = service.ids("삼겹살")
+    body = {"model": "tiny", "tokens": ids}
+    assert service.call("POST", "/detokenize", json=body).json() == {"prompt": "삼겹살"}
+    for wrong in ([-1], [300], [10**30], [1.5], "x"):
+        answer = service.call("POST", "/detokenize", json=body | {"tokens": wrong})
+        assert _error(answer, 400)["param"] == "tokens"
+    error = _error(service.call("POST", "/v1/embeddings", json={"model": "tiny", "input": "x"}), 404)
+    assert error["code"] == "unsupported_endpoint"
+    assert "/v1/embeddings" in error["message"]
+    for state in ({}, {"ready": False}, {"started": False, "draining": True}):
+        for name, value in state.items():
+            setattr(service.engine, name, value)
+        assert service.call("GET", "/ping").status_code == 200, "the process lives"
+        assert service.call("GET", "/ready").status_code == (503 if state else 200)
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_has_bounds() -> None:
+    service = Service()
+    engine, tokenizer = service.engine, service.tokenizer
+    service.app = create_app(engine, tokenizer, "tiny", limits=Limits(body_bytes=1000, headers=20))
+    assert service.complete("x" * 10, max_tokens=1).status_code == 200
+    _error(service.complete("x" * 1000), 413)
+    told = service.call("POST", "/v1/completions", content=b"{}", headers=JSON | {"Content-Length": "9" * 30})
+    _error(told, 413)
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        for _ in range(100):
+            yield b" " * 100
+
+    _error(service.call("POST", "/v1/completions", content=chunks(), headers=JSON), 413)
+    many = {f"x-{index}": "1" for index in range(30)}
+    assert _error(service.call("GET", "/health", headers=many), 400)["code"] == "too_many_headers"
+    assert service.complete("x", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ["a"] * 100_000}, "prompt"),
+        ({"prompt": [[5]] * 3000}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 128}, "n"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"timeout": 0}, "timeout"),
+        ({"priority": 2**40}, "priority"),
+    ],
+)
+def test_counts_have_bounds(change: dict, param: str) -> None:
+    service = Service()
+    answer = service.call("POST", "/v1/completions", json={"model": "tiny", "prompt": "a"} | change)
+    assert _error(answer, 400)["param"] == param
+    assert len(answer.content) < 4000
+    assert service.engine.requests == []
+
+
+def test_a_full_service_says_when_to_come_back() -> None:
+    service = Service()
+    service.engine.refuse = Busy("a prompt would wait about 9 s", 3.2)
+    for answer in (service.complete("a"), service.complete("a", stream=True), service.chat(USER)):
+        assert _error(answer, 429)["code"] == "server_busy"
+        assert answer.headers["retry-after"] == "4"
+    assert service.outcomes() == {"rejected": 3}
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_a_timeout_ends_the_request(begun: int) -> None:
+    service = Service()
+    service.engine.hold_at = begun
+    answer = service.complete("hello", stream=True, timeout=0.05, priority=-3)
+    if begun:
+        *chunks, last = events(answer)
+        assert len(chunks) == begun
+        error = last["error"]
+    else:
+        error = _error(answer, 504)
+    assert error["code"] == "deadline_exceeded"
+    assert service.engine.running == set()
+    assert len(service.engine.cancelled) == 1
+    assert service.outcomes() == {"failed": 1}
+    assert service.engine.requests[0].priority == -3
+    service.engine.hold_at = None
+    assert service.complete("hello", timeout=60).status_code == 200
+
+
 def test_unknown_paths_and_methods() -> None:
     service = Service()
     _error(service.call("GET", "/nowhere"), 404)
@@ -163,6 +256,7 @@ def test_a_bug_is_answered_in_the_same_shape() -> None:
 
 
 FIELDS = ["model", "prompt", "messages", "n", "stop", "stream", "stream_options", "logit_bias", "max_tokens", "echo"]
+FIELDS += ["tools", "tool_choice", "response_format", "structured_outputs", "guided_json", "guided_regex", "priority"]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("tiny")
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
 FUZZED = Service()
@@ -171,6 +265,7 @@ FUZZED = Service()
 @given(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.dictionaries(st.sampled_from(FIELDS), VALUES))
 @settings(max_examples=150, deadline=None)
 def test_junk_is_answered_as_documented(path: str, junk: dict) -> None:
+    """API-17."""
     base = {"model": "tiny"} | ({"messages": USER} if "chat" in path else {"prompt": "a"})
     answer = FUZZED.call("POST", path, content=json.dumps(base | junk).encode(), headers=JSON)
     if answer.status_code == 200:
@@ -201,7 +296,9 @@ def test_openapi() -> None:
     assert references <= set(schemas)
     assert {"Completion", "ChatChunk", "ErrorResponse", "CompletionBody", "ChatBody"} <= references | set(schemas)
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert set(description["paths"][path]["post"]["responses"]) == {"200", "400", "404", "500", "503"}
+        assert set(description["paths"][path]["post"]["responses"]) == {
+            "200", "400", "404", "413", "429", "500", "503", "504"
+        }  # fmt: skip
 
 
 # -- clients that leave ----------------------------------------------------------------------------------------------

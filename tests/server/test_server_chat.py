@@ -19,17 +19,21 @@ def test_the_prompt_is_what_the_template_writes() -> None:
     text = "[system]fox\n[user]hello\n[assistant]"
     assert service.engine.requests[0].prompt == (0, *service.ids(text))
     assert answer["usage"]["prompt_tokens"] == 1 + len(service.ids(text))
+    service.chat([{"role": "developer", "content": "fox"}, *USER], max_tokens=2)
+    assert service.engine.requests.pop().prompt == (0, *service.ids(text))
     service.chat(USER, add_generation_prompt=False)
     assert service.engine.requests[1].prompt == (0, *service.ids("[user]hello\n"))
 
 
 def test_one_bos_where_the_template_writes_it_and_the_tokenizer_would_too() -> None:
+    """API-15."""
     service = Service(tokenizer=byte_level(bos=True))
     assert service.chat(USER, max_tokens=1, ignore_eos=True).status_code == 200
     assert service.engine.requests[0].prompt.count(0) == 1
 
 
 def test_no_template() -> None:
+    """API-15."""
     service = Service(tokenizer=byte_level(template=None))
     error = _error(service.chat(USER))
     assert "--chat-template FILE" in error["message"]
@@ -76,7 +80,11 @@ def test_bad_messages(messages) -> None:
     [
         ("tools", []),
         ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "retrieval"}]),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frobnicate"}}}),
+        ("response_format", {"type": "yaml"}),
         ("top_logprobs", 2),
         ("top_logprobs", 0),
         ("prompt", "x"),

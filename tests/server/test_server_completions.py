@@ -298,6 +298,16 @@ def test_a_failure_in_the_middle_of_a_stream(failure) -> None:
     assert service.outcomes() == {"failed": 1}
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_only_shows_while_it_runs_may_be_the_requests_own_fault(after: int) -> None:
+    service = Service()
+    service.engine.fail_after, service.engine.failure, service.engine.refused = after, "error", True
+    assert _error(service.complete(PROMPT))["type"] == "invalid_request_error"
+    streamed = service.complete(PROMPT, stream=True)
+    error = events(streamed)[-1]["error"] if after else _error(streamed)
+    assert error["type"] == "invalid_request_error"
+
+
 def test_a_failure_without_a_stream_cancels_the_other_samples() -> None:
     service = Service()
     service.engine.fail_after, service.engine.failure = 3, "error"
