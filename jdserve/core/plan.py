@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from jdserve.core import jsonio
+from jdserve.core.backends import Attention, attention_for
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.instances import (
     ColocatedInstance,
@@ -145,6 +146,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             is one worker. Inside a worker it is always ``local``.
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
+        attention: its back end; ``auto`` for that of the platform. ``pallas_triton`` runs on GPUs, ``pallas_interpret``
+            interprets the same kernels on CPU, slowly, and ``xla`` runs everywhere.
         max_open_requests: requests that are open at a time; more are refused at the door.
         reach: how far KV may go. ``any`` takes the least loaded decode instance of all; ``host`` the least loaded one
             on the same hosts as the prefill instance, for clusters whose links between hosts are slow (DistServe's low
@@ -164,6 +167,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transport: Literal["auto", "local", "shm", "pull", "device_put"] = "auto"
     transfer_checksums: bool = False
     platform: Platform = "auto"
+    attention: Attention = "auto"
     max_open_requests: Positive = 1024
     reach: Literal["any", "host"] = "any"
     predicted: Prediction | None = None
@@ -292,6 +296,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         self._check_devices()
         self._check_transport()
         self._check_spanning()
+        if self.platform != "auto":
+            attention_for(self.platform, self.attention)
         if spec is None:
             return
         if self.max_model_len > spec.context:

@@ -1,7 +1,7 @@
 """Attention over a paged KV pool: one pure function for decode, one for prefill with a paged prefix.
 
-The functions here are plain XLA. They run on every platform and are the oracle of every kernel; a kernel registers
-under a name beside them and is chosen by platform (:func:`attention_ops`).
+The functions here are plain XLA. They run on every platform and are the oracle of every kernel; which of them runs
+where is said in :mod:`jdserve.ops.backends`.
 
 Shapes, with T packed prompt tokens, B decoding sequences, R prompt segments, L layers, P pages (page 0 is the null
 page), S tokens per page, H query heads, K stored KV heads, D head dimension, W pages per block table:
@@ -16,11 +16,10 @@ to the new token and the W - 1 before it, and chunks that lie before every windo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -220,17 +219,3 @@ class AttentionOps:
 
     decode: Callable[[Array, KVPool, int, Array, Array, int | None], Array]
     prefill: Callable[[Array, Array, Array, KVPool, int, Array, Array, Array, int | None], Array]
-
-
-_OPS: Mapping[str, AttentionOps] = {"xla": AttentionOps(decode_attention, prefill_attention)}
-
-_BY_PLATFORM: Mapping[str, str] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
-
-
-def attention_ops(platform: str | None = None) -> AttentionOps:
-    """The attention functions for ``platform`` (of the default device where it is None).
-
-    Raises:
-        KeyError: no back end is registered for the platform.
-    """
-    return _OPS[_BY_PLATFORM[platform or jax.default_backend()]]

@@ -19,7 +19,8 @@ from jdserve.core.pages import pages_for
 from jdserve.core.plan import Instance, Plan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.skeleton import Skeleton
-from jdserve.ops.attention import KVPool, attention_ops
+from jdserve.ops.attention import KVPool
+from jdserve.ops.backends import attention_ops
 from jdserve.ops.host import host_memory
 from jdserve.ops.pages import read_pages, write_pages
 from jdserve.runtime.buckets import Buckets, StepShape
@@ -71,6 +72,8 @@ class Stage:
         self._dtype = jnp.dtype(plan.dtype)
         self._buckets = buckets
         self._mesh = meshes[index]
+        platform = self._mesh.devices.flat[0].platform
+        self._attention = attention_ops(platform, plan.attention, self._mesh, rules.kv_heads)
         self._whole = rules.replicated(self._mesh)
         following = meshes[index : index + 2]
         here = all(len(mesh.local_devices) == mesh.size for mesh in following)
@@ -122,7 +125,7 @@ class Stage:
 
     def compile(self, compiled: Callable[[], None]) -> None:
         """Compile the program of every bucket ahead of time; says so after each."""
-        attention = attention_ops(self._mesh.devices.flat[0].platform)
+        attention = self._attention
         pool, whole = self._pool_shardings, self._whole
         for shape in self._buckets.steps:
             rows = shape.tokens + shape.seqs
