@@ -7,14 +7,15 @@ from typing import Literal
 
 from jdserve.core.errors import InvalidPlan
 
-Attention = Literal["auto", "xla", "pallas_triton", "pallas_interpret"]
+Attention = Literal["auto", "xla", "pallas_triton", "pallas_interpret", "tpu"]
 
-_DEFAULTS: Mapping[str, Attention] = {"cpu": "xla", "gpu": "pallas_triton", "tpu": "xla"}
+_DEFAULTS: Mapping[str, Attention] = {"cpu": "xla", "gpu": "pallas_triton", "tpu": "tpu"}
 
 _PLATFORMS: Mapping[Attention, tuple[str, ...]] = {
     "xla": ("cpu", "gpu", "tpu"),
     "pallas_triton": ("gpu",),
     "pallas_interpret": ("cpu",),
+    "tpu": ("tpu",),
 }
 
 

@@ -146,8 +146,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             is one worker. Inside a worker it is always ``local``.
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
-        attention: its back end; ``auto`` for that of the platform. ``pallas_triton`` runs on GPUs, ``pallas_interpret``
-            interprets the same kernels on CPU, slowly, and ``xla`` runs everywhere.
+        attention: its back end; ``auto`` for that of the platform. ``pallas_triton`` runs on GPUs, ``tpu`` on
+            TPUs, ``pallas_interpret`` interprets the kernels of GPUs on CPU, slowly, and ``xla`` runs everywhere.
         max_open_requests: requests that are open at a time; more are refused at the door.
         reach: how far KV may go. ``any`` takes the least loaded decode instance of all; ``host`` the least loaded one
             on the same hosts as the prefill instance, for clusters whose links between hosts are slow (DistServe's low

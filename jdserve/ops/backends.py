@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdserve.core.backends import Attention, attention_for
-from jdserve.ops import attention, triton_decode, triton_prefill
+from jdserve.ops import attention, tpu_decode, triton_decode, triton_prefill
 from jdserve.ops.attention import AttentionOps, KVPool
 
 
@@ -31,6 +31,8 @@ def _triton(*, interpret: bool) -> AttentionOps:
 _KERNELS: Mapping[Attention, Callable[[], AttentionOps]] = {
     "pallas_triton": lambda: _triton(interpret=False),
     "pallas_interpret": lambda: _triton(interpret=True),
+    # Prefill over XLA's reading of pages: its scores are those of a launch with itself and of 256 tokens of a prefix.
+    "tpu": lambda: AttentionOps(tpu_decode.decode_attention, attention.prefill_attention, lanes=tpu_decode.LANES),
 }
 
 _XLA = AttentionOps(attention.decode_attention, attention.prefill_attention)
@@ -88,4 +90,4 @@ def _sharded(kernels: AttentionOps, mesh: Mesh, axis: str | None) -> AttentionOp
 
         return over(run, heads, heads, heads, pools, whole, whole, whole)(q, k, v, pool, segments, tables, prefix)
 
-    return AttentionOps(decode, prefill)
+    return AttentionOps(decode, prefill, kernels.lanes)

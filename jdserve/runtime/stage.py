@@ -81,12 +81,13 @@ class Stage:
         heads = layout.stored_kv_heads
         layers = range(index * count, (index + 1) * count)
         self._model, self._leaves = load(layers, heads, lambda axes, shape: rules.sharding(self._mesh, axes, shape))
-        self._pool_shape = (count, instance.pages + 1, heads, plan.page_size, spec.head_dim)
+        stored = self._attention.stored_head_dim(spec.head_dim)
+        self._pool_shape = (count, instance.pages + 1, heads, plan.page_size, stored)
         self.pool_sharding: NamedSharding = rules.sharding(
             self._mesh, (None, None, "kv_heads", None, None), self._pool_shape
         )
         self._pool_shardings: Any = KVPool(*(cast("Any", self.pool_sharding),) * 2)
-        check_pool(plan, instance, layout, free_bytes(list(self._mesh.local_devices)))
+        check_pool(plan, instance, layout, free_bytes(list(self._mesh.local_devices)), stored)
         self._programs: dict[StepShape, Any] = {}
         self._compile_helpers()
         self._make_state(pages_for(plan.max_model_len, plan.page_size))
@@ -98,7 +99,7 @@ class Stage:
             admit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole), out_shardings=(whole, whole)
         )
         self._gather = jax.jit(
-            lambda pool, pages: read_pages(pool, pages, platform),
+            lambda pool, pages: read_pages(pool, pages, platform, self._spec.head_dim),
             in_shardings=(pool, whole),
             out_shardings=pool,
         )

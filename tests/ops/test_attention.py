@@ -189,3 +189,19 @@ def test_registry():
     ):
         attention_ops("cpu", "pallas_triton")
     assert attention_ops("gpu").decode is not decode_attention
+
+
+def test_zeros_past_the_head_dimension_change_nothing():
+    """Some kernels want a longer last axis than the model's; the XLA functions stand beside them on that pool."""
+    rng = np.random.default_rng(10)
+    q, k, v = (jnp.asarray(rounded(rng, (5, heads, HEAD_DIM), "float32")) for heads in (4, 2, 2))
+    pages, rows = np.array([2, 2, 2, 2, 2], np.int32), np.arange(5, dtype=np.int32)
+    table, five = np.array([[2]], np.int32), np.array([5], np.int32)
+    outputs = []
+    for stored in (HEAD_DIM, 16):
+        pool = write_kv(KVPool(*(jnp.zeros((LAYERS, 3, 2, 16, stored)) for _ in range(2))), LAYER, k, v, pages, rows)
+        assert not np.asarray(pool.keys)[..., HEAD_DIM:].any()
+        decoded = decode(q[:1], pool, LAYER, table, five)
+        outputs.append((decoded, prefill(q, k, v, pool, LAYER, packed([5], 0), table, five)))
+    for one, other in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted, against float64: NaN wherever nothing may be read, garbage past every block table.
+"""The kernels, interpreted, against float64: NaN wherever nothing may be read, garbage past every block table.
 
 In float32 they are as exact as float32 allows; in 16 bits they are no worse than the XLA functions. The suite is tested
 itself, by kernels with a planted fault, each of which must fail it.
@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdserve.ops import attention, flash, triton_decode, triton_prefill
+from jdserve.ops import attention, flash, tpu_decode, triton_decode, triton_prefill
 from jdserve.ops.attention import KVPool
 from jdserve.ops.backends import attention_ops
 from ops.poison import LAYER, expected_decode, expected_prefill, packed, poisoned_cache, rounded
@@ -265,3 +265,25 @@ def test_sharded_kernels_equal_those_of_one_device(kv_heads):
         compiled(*(jax.device_put(x, heads) for x in (q, k, v)), jax.device_put(cache.pool, pages)), whole, strict=True
     ):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+TPU_CASES = [
+    Case(6, 2, 64, 64, "bfloat16", window=70),
+    pytest.param(Case(8, 1, 128, 128, "float32"), marks=pytest.mark.long),
+    pytest.param(Case(3, 3, 80, 16, "float32"), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("case", TPU_CASES, ids=str)
+def test_decode_on_tpu(case):
+    """On a pool whose last axis is padded, in two blocks of pages."""
+
+    def padded(q, pool, **given):
+        missing = [(0, 0)] * 4 + [(0, -case.head_dim % tpu_decode.LANES)]
+        pool = KVPool(*(jnp.pad(part, missing) for part in pool))
+        at = (LAYER, given["tables"], given["context"], case.window)
+        return tpu_decode.decode_attention(q, pool, *at, interpret=True)
+
+    size = case.page_size
+    contexts = [0, 1, size - 1, size, size + 1, tpu_decode.BLOCK_TOKENS + size + 3, 0]
+    assert decode_error(case, contexts, kernels=types.SimpleNamespace(decode_attention=padded)) <= 1
