@@ -68,7 +68,7 @@ def decode_attention(
     where_it_lies = pl.BlockSpec(memory_space=pl.ANY)
     block = pltpu.VMEM((2, pages, page_size, stored), pool.keys.dtype)
     out = pl.pallas_call(
-        functools.partial(_kernel, layer, window, head_dim**-0.5),
+        functools.partial(_decode_kernel, layer, window, head_dim**-0.5),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, kv_heads),
@@ -84,7 +84,7 @@ def decode_attention(
     return out[:, :, :group, :head_dim].reshape(q.shape)
 
 
-def _kernel(
+def _decode_kernel(
     layer: int,
     window: int | None,
     scale: float,

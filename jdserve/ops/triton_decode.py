@@ -73,7 +73,7 @@ def decode_attention(
     wide = q.dtype == jnp.float32
     tile = Tile(group, head_dim, page_size, layer, padded(group), 32 if wide else 64, window, softcap)
     partial, lse = pl.pallas_call(
-        functools.partial(_kernel, tile, splits),
+        functools.partial(_decode_kernel, tile, splits),
         grid=(batch, kv_heads, splits),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, splits, head_dim), jnp.float32),
@@ -102,7 +102,7 @@ def split_bounds(tile: Tile, splits: int, context: Array, split: Any) -> tuple[A
     return low, jnp.minimum(low + share, context)
 
 
-def _kernel(
+def _decode_kernel(
     tile: Tile, splits: int, q: Any, keys: Any, values: Any, tables: Any, context: Any, partial: Any, lse: Any
 ) -> None:
     sequence, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)

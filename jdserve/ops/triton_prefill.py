@@ -68,7 +68,7 @@ def prefill_attention(
     begins = jnp.full(chunks + 1, tokens, jnp.int32).at[segments].min(order)
     ends = jnp.zeros(chunks + 1, jnp.int32).at[segments].max(order + 1)
     return pl.pallas_call(
-        functools.partial(_kernel, tile),
+        functools.partial(_prefill_kernel, tile),
         grid=(-(-tokens // _tokens_of(tile)), kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plt.CompilerParams(num_warps=8, num_stages=2 if wide else 3),
@@ -82,7 +82,7 @@ def _tokens_of(tile: Tile) -> int:
     return tile.rows // tile.group
 
 
-def _kernel(
+def _prefill_kernel(
     tile: Tile,
     q: Any,
     k: Any,
@@ -116,7 +116,7 @@ def _kernel(
     queries = plt.load(q.at[at], mask=there[:, None] & inside, other=0)
     plt.store(out.at[at], jnp.zeros(columns.shape, out.dtype), mask=rows_of(chunks))
 
-    def one_chunk(chunk: Array, done: Array) -> Array:
+    def one_chunk(chunk: Array, _: None) -> None:
         begin, before = begins[chunk], prefix[chunk]
         first = jnp.maximum(begin, start)
         place = token - begin + before
@@ -142,6 +142,5 @@ def _kernel(
         state = over_tokens(tile, low, jnp.where(last > first, before, 0), Softmax.empty(tile), in_prefix)
         state = over_tokens(tile, own, last, state, in_chunk)
         plt.store(out.at[at], state.output()[0].astype(out.dtype), mask=rows_of(chunk))
-        return done
 
-    lax.fori_loop(segments[start], jnp.minimum(segments[stop - 1] + 1, chunks), one_chunk, jnp.int32(0))
+    lax.fori_loop(segments[start], jnp.minimum(segments[stop - 1] + 1, chunks), one_chunk, None)
