@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from jdserve.core import jsonio
+from jdserve.core.backends import Attention, attention_for
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.instances import (
     ColocatedInstance,
@@ -145,6 +146,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             is one worker. Inside a worker it is always ``local``.
         transfer_checksums: check every piece of KV on arrival: to hunt for a fault, at the price of waiting for it.
         platform: what the devices are; ``auto`` lets the machine of the server say.
+        attention: its back end; ``auto`` for that of the platform. ``pallas_triton`` runs on GPUs, ``tpu`` on
+            TPUs, ``pallas_interpret`` interprets the kernels of GPUs on CPU, slowly, and ``xla`` runs everywhere.
         max_open_requests: requests that are open at a time; more are refused at the door.
         shed: refuse a request whose prompt would wait longer than the SLO's TTFT, by the step times of the prefill
             instances: it would miss the objective and make others miss theirs.
@@ -166,6 +169,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transport: Literal["auto", "local", "shm", "pull", "device_put"] = "auto"
     transfer_checksums: bool = False
     platform: Platform = "auto"
+    attention: Attention = "auto"
     max_open_requests: Positive = 1024
     shed: bool = False
     reach: Literal["any", "host"] = "any"
@@ -296,6 +300,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         self._check_devices()
         self._check_transport()
         self._check_spanning()
+        if self.platform != "auto":
+            attention_for(self.platform, self.attention)
         if spec is None:
             return
         if self.max_model_len > spec.context:

@@ -1,12 +1,13 @@
 """Attention over a paged KV pool: one pure function for decode, one for prefill with a paged prefix.
 
-The functions here are plain XLA. They run on every platform and are the oracle of every kernel; a kernel registers
-under a name beside them and is chosen by platform (:func:`attention_ops`).
+The functions here are plain XLA. They run on every platform and are the oracle of every kernel; which of them runs
+where is said in :mod:`jdserve.ops.backends`.
 
 Shapes, with T packed prompt tokens, B decoding sequences, R prompt segments, L layers, P pages (page 0 is the null
 page), S tokens per page, H query heads, K stored KV heads, D head dimension, W pages per block table:
 
-- a pool (one for keys, one for values) is ``[L, P, K, S, D]``;
+- a pool (one for keys, one for values) is ``[L, P, K, S, D]``; where a back end wants a longer last axis, the rest of
+  it is zero;
 - a block table is ``int32[W]``, zero (the null page) past its end.
 
 Both work through the pool in chunks of pages with a running log-sum-exp, and the number of chunks follows the longest
@@ -16,14 +17,12 @@ to the new token and the W - 1 before it, and chunks that lie before every windo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 CHUNK_TOKENS = 256
 """Tokens per pass over the pool: large enough to amortise the loop, small enough that scores stay in cache."""
@@ -88,13 +87,15 @@ def _pages_per_chunk(tables: Array, page_size: int) -> tuple[Array, int]:
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % step))), step
 
 
-def _read_pages(pool: KVPool, layer: int, pages: Array, alive: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Keys and values of ``pages[N, C]`` as ``[N, K, C * S, D]``, the values blank where not ``alive[N, C * S]``."""
-    kv_heads, page_size, head_dim = pool.keys.shape[2:]
+def _read_pages(pool: KVPool, layer: int, pages: Array, alive: Array, like: Array) -> tuple[Array, Array]:
+    """Keys and values of ``pages[N, C]`` as ``[N, K, C * S, D]``, the values blank where not ``alive[N, C * S]``; D and
+    dtype are those of ``like``."""
+    kv_heads, page_size, stored = pool.keys.shape[2:]
+    head_dim, dtype = like.shape[-1], like.dtype
     at = (layer, pages[:, None, :], jnp.arange(kv_heads)[None, :, None])
-    shape = (pages.shape[0], kv_heads, pages.shape[1] * page_size, head_dim)
-    keys = pool.keys.at[at].get(mode="promise_in_bounds").reshape(shape).astype(dtype)
-    values = pool.values.at[at].get(mode="promise_in_bounds").reshape(shape).astype(dtype)
+    shape = (pages.shape[0], kv_heads, pages.shape[1] * page_size, stored)
+    keys = pool.keys.at[at].get(mode="promise_in_bounds").reshape(shape)[..., :head_dim].astype(dtype)
+    values = pool.values.at[at].get(mode="promise_in_bounds").reshape(shape)[..., :head_dim].astype(dtype)
     return keys, jnp.where(alive[:, None, :, None], values, jnp.zeros((), dtype))
 
 
@@ -102,10 +103,17 @@ def write_kv(pool: KVPool, layer: int, k: Array, v: Array, pages: Array, rows: A
     """Write keys and values ``[N, K, D]`` to rows ``rows[i]`` of pages ``pages[i]``, in place in a donated pool."""
     heads = jnp.arange(k.shape[1])[None, :]
     at = (layer, pages[:, None], heads, rows[:, None])
+    k, v = fit(k, pool.keys), fit(v, pool.values)
     return KVPool(
         pool.keys.at[at].set(k.astype(pool.keys.dtype), mode="promise_in_bounds"),
         pool.values.at[at].set(v.astype(pool.values.dtype), mode="promise_in_bounds"),
     )
+
+
+def fit(new: Array, pool: Array) -> Array:
+    """``new [..., D]`` with zeros to the length of the pool's last axis."""
+    missing = pool.shape[-1] - new.shape[-1]
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
 
 
 def decode_attention(
@@ -141,7 +149,7 @@ def decode_attention(
         alive = place < context[:, None]
         if start is not None:
             alive &= place >= start[:, None]
-        keys, values = _read_pages(pool, layer, pages, alive, q.dtype)
+        keys, values = _read_pages(pool, layer, pages, alive, q)
         mask = jnp.repeat(alive, kv_heads, axis=0)[:, None, :]
         flat = (batch * kv_heads, places, head_dim)
         return state.merge(grouped, keys.reshape(flat), values.reshape(flat), mask, heads // kv_heads)
@@ -196,7 +204,7 @@ def prefill_attention(
             pages = lax.dynamic_slice(tables, (segment, index * step), (1, step))
             place = (index * places + jnp.arange(places, dtype=jnp.int32))[None, :]
             alive = place < prefix[segment]
-            keys, values = _read_pages(pool, layer, pages, alive, q.dtype)
+            keys, values = _read_pages(pool, layer, pages, alive, q)
             mask = (segments == segment)[:, None] & alive
             if window is not None:
                 mask &= prefix[segment] + offset[:, None] - place < window
@@ -216,21 +224,18 @@ def prefill_attention(
 
 @dataclass(frozen=True)
 class AttentionOps:
-    """The two attention functions of one back end; signatures and meaning as in this module."""
+    """The two attention functions of one back end; signatures and meaning as in this module.
+
+    Attributes:
+        decode: as :func:`decode_attention`.
+        prefill: as :func:`prefill_attention`.
+        lanes: the last axis of its pool is a multiple of this.
+    """
 
     decode: Callable[[Array, KVPool, int, Array, Array, int | None], Array]
     prefill: Callable[[Array, Array, Array, KVPool, int, Array, Array, Array, int | None], Array]
+    lanes: int = 1
 
-
-_OPS: Mapping[str, AttentionOps] = {"xla": AttentionOps(decode_attention, prefill_attention)}
-
-_BY_PLATFORM: Mapping[str, str] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
-
-
-def attention_ops(platform: str | None = None) -> AttentionOps:
-    """The attention functions for ``platform`` (of the default device where it is None).
-
-    Raises:
-        KeyError: no back end is registered for the platform.
-    """
-    return _OPS[_BY_PLATFORM[platform or jax.default_backend()]]
+    def stored_head_dim(self, head_dim: int) -> int:
+        """Length of the last axis of the pool."""
+        return -(-head_dim // self.lanes) * self.lanes

@@ -7,14 +7,14 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jdserve.ops.attention import KVPool
+from jdserve.ops.attention import KVPool, fit
 
 UNROLLED = 64
 """More pages in one program would take long to compile."""
 
 
 def write_pages(pool: KVPool, new: KVPool, pages: Array, platform: str) -> KVPool:
-    """Put ``new`` ``[layers, N, ...]`` into ``pages`` ``int32[N]`` of a pool; in place where the pool is donated.
+    """Put ``new`` ``[layers, N, ..., D]`` into ``pages`` ``int32[N]`` of a pool; in place where the pool is donated.
 
     A page that is named more than once gets one of the copies that are meant for it.
 
@@ -22,20 +22,21 @@ def write_pages(pool: KVPool, new: KVPool, pages: Array, platform: str) -> KVPoo
     element. Not so with 16-bit floats, which XLA on CPU updates by way of float32, nor elsewhere, where a loop would be
     a launch per page.
     """
+    new = KVPool(*(fit(part, array) for part, array in zip(new, pool, strict=True)))
     if platform == "cpu" and pool.keys.dtype.itemsize >= 4:
         return KVPool(*(_write(array, part, pages) for array, part in zip(pool, new, strict=True)))
     return KVPool(pool.keys.at[:, pages].set(new.keys), pool.values.at[:, pages].set(new.values))
 
 
-def read_pages(pool: KVPool, pages: Array, platform: str) -> KVPool:
-    """Copy ``pages`` ``int32[N]`` out of a pool: ``[layers, N, ...]``.
+def read_pages(pool: KVPool, pages: Array, platform: str, head_dim: int) -> KVPool:
+    """Copy ``pages`` ``int32[N]`` out of a pool: ``[layers, N, ..., head_dim]``.
 
     On CPU by blocks, as in :func:`write_pages`: in a third of the time of XLA's gather, and up to ``UNROLLED`` pages
     without a loop, which XLA does not do in place as well.
     """
     if platform == "cpu" and pool.keys.dtype.itemsize >= 4:
         return KVPool(*(_read(array, pages) for array in pool))
-    return KVPool(pool.keys[:, pages], pool.values[:, pages])
+    return KVPool(pool.keys[:, pages][..., :head_dim], pool.values[:, pages][..., :head_dim])
 
 
 def _read(array: Array, pages: Array) -> Array:

@@ -30,7 +30,7 @@ def free_bytes(devices: Seq[Device]) -> list[int | None]:
     return [one["bytes_limit"] - one["bytes_in_use"] if "bytes_limit" in one else None for one in stats]
 
 
-def check_pool(plan: Plan, instance: Instance, layout: KVLayout, free: Seq[int | None]) -> None:
+def check_pool(plan: Plan, instance: Instance, layout: KVLayout, free: Seq[int | None], head_dim: int) -> None:
     """Check that the pool fits beside what is on the devices already, the weights among it.
 
     Args:
@@ -38,6 +38,7 @@ def check_pool(plan: Plan, instance: Instance, layout: KVLayout, free: Seq[int |
         instance: which one.
         layout: of its KV.
         free: bytes, from :func:`free_bytes` after the weights were loaded.
+        head_dim: as stored.
 
     Raises:
         InvalidPlan: names the instance's ``pages``, what is needed, what there is, and the most pages that would fit.
@@ -45,7 +46,8 @@ def check_pool(plan: Plan, instance: Instance, layout: KVLayout, free: Seq[int |
     known = [value for value in free if value is not None]
     if not known:
         return
-    per_page = layout.page_bytes() * layout.stored_kv_heads // layout.kv_heads // (layout.tp * layout.pp)
+    whole = layout.page_bytes() * layout.stored_kv_heads // layout.kv_heads * head_dim // layout.head_dim
+    per_page = whole // (layout.tp * layout.pp)
     usable = int(min(known) * (1 - RESERVED))
     needed = per_page * (instance.pages + 1)
     logger.info(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from jdserve.core.backends import attention_for
 from jdserve.core.errors import InvalidPlan, JdserveError
 from jdserve.core.plan import Plan
 from jdserve.core.spec import ModelSpec
@@ -26,10 +27,12 @@ def settled(plan: Plan, options: ClusterOptions) -> Plan:
     """The plan with its platform settled, after a check of its hosts and of the cores of this one.
 
     Raises:
-        InvalidPlan: a host or a core is not there, or workers of another host could not join.
+        InvalidPlan: a host or a core is not there, the platform cannot run the plan's attention, or workers of another
+            host could not join.
     """
     if plan.platform == "auto":
         plan = msgspec.structs.replace(plan, platform=platform_here())
+    attention_for(plan.platform, plan.attention)
     check_machine(plan, oversubscribe=options.oversubscribe)
     for index, worker in enumerate(plan.workers):
         if not is_here(worker.host) and options.host.startswith("127."):

@@ -19,7 +19,8 @@ from jdserve.core.pages import pages_for
 from jdserve.core.plan import Instance, Plan
 from jdserve.core.spec import ModelSpec
 from jdserve.models.skeleton import Skeleton
-from jdserve.ops.attention import KVPool, attention_ops
+from jdserve.ops.attention import KVPool
+from jdserve.ops.backends import attention_ops
 from jdserve.ops.host import host_memory
 from jdserve.ops.pages import read_pages, write_pages
 from jdserve.runtime.buckets import Buckets, StepShape
@@ -71,6 +72,8 @@ class Stage:
         self._dtype = jnp.dtype(plan.dtype)
         self._buckets = buckets
         self._mesh = meshes[index]
+        platform = self._mesh.devices.flat[0].platform
+        self._attention = attention_ops(platform, plan.attention, self._mesh, rules.kv_heads)
         self._whole = rules.replicated(self._mesh)
         following = meshes[index : index + 2]
         here = all(len(mesh.local_devices) == mesh.size for mesh in following)
@@ -78,12 +81,13 @@ class Stage:
         heads = layout.stored_kv_heads
         layers = range(index * count, (index + 1) * count)
         self._model, self._leaves = load(layers, heads, lambda axes, shape: rules.sharding(self._mesh, axes, shape))
-        self._pool_shape = (count, instance.pages + 1, heads, plan.page_size, spec.head_dim)
+        stored = self._attention.stored_head_dim(spec.head_dim)
+        self._pool_shape = (count, instance.pages + 1, heads, plan.page_size, stored)
         self.pool_sharding: NamedSharding = rules.sharding(
             self._mesh, (None, None, "kv_heads", None, None), self._pool_shape
         )
         self._pool_shardings: Any = KVPool(*(cast("Any", self.pool_sharding),) * 2)
-        check_pool(plan, instance, layout, free_bytes(list(self._mesh.local_devices)))
+        check_pool(plan, instance, layout, free_bytes(list(self._mesh.local_devices)), stored)
         self._programs: dict[StepShape, Any] = {}
         self._compile_helpers()
         self._make_state(pages_for(plan.max_model_len, plan.page_size))
@@ -95,7 +99,7 @@ class Stage:
             admit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole), out_shardings=(whole, whole)
         )
         self._gather = jax.jit(
-            lambda pool, pages: read_pages(pool, pages, platform),
+            lambda pool, pages: read_pages(pool, pages, platform, self._spec.head_dim),
             in_shardings=(pool, whole),
             out_shardings=pool,
         )
@@ -128,7 +132,7 @@ class Stage:
 
     def compile(self, compiled: Callable[[], None]) -> None:
         """Compile the program of every bucket ahead of time; says so after each."""
-        attention = attention_ops(self._mesh.devices.flat[0].platform)
+        attention = self._attention
         pool, whole = self._pool_shardings, self._whole
         for shape in self._buckets.steps:
             rows = shape.tokens + shape.seqs

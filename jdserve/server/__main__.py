@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from jdserve.core.backends import Attention
 from jdserve.core.shipped import plans
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="class from outside jdserve that computes the model; every worker must be able to import it",
     )
+    add("--attention", choices=get_args(Attention), help="back end of attention; overrides the plan's (default: auto)")
     add("--max-model-len", type=_positive, help="most tokens (prompt and output) of one request; overrides the plan's")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
@@ -95,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             model=args.model,
             weights=args.weights,
             model_plugin=args.model_plugin,
+            attention=args.attention,
             host=args.host,
             port=args.port,
             served_name=args.served_model_name,

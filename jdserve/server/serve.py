@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
+from jdserve.core.backends import Attention
 from jdserve.core.errors import InvalidPlan, JdserveError
 from jdserve.core.plan import Plan
 from jdserve.core.spec import WeightFormat
@@ -47,7 +48,7 @@ class Options:
 
     Attributes:
         plan: path of the plan.
-        model, weights, model_plugin: override the plan's, None to keep them.
+        model, weights, model_plugin, attention: override the plan's, None to keep them.
         host, port: to listen on; port 0 takes a free one.
         served_name: what clients call the model, None for its own name.
         chat_template: file with a jinja template that replaces the model's, None to keep it.
@@ -64,6 +65,7 @@ class Options:
     model: str | None = None
     weights: WeightFormat | None = None
     model_plugin: str | None = None
+    attention: Attention | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str | None = None
@@ -89,6 +91,7 @@ class Options:
             "model": self.model,
             "weights": self.weights,
             "model_plugin": self.model_plugin,
+            "attention": self.attention,
             "max_model_len": self.max_model_len,
         }
         plan = msgspec.structs.replace(plan, **{name: value for name, value in given.items() if value is not None})

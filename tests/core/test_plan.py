@@ -137,6 +137,7 @@ TYPES = [
     (put(0, "max_model_len"), "$.max_model_len", ">= 1"),
     (put("int8", "dtype"), "$.dtype", "int8"),
     (put("pigeon", "transport"), "$.transport", "pigeon"),
+    (put("abacus", "attention"), "$.attention", "abacus"),
     (put([], "instances"), "$.instances", "length >= 1"),
     (put([], "workers"), "$.workers", "length >= 1"),
     (put([], "workers", 0, "stages"), "$.workers[0].stages", "length >= 1"),

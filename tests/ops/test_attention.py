@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdserve.ops.attention import (
-    CHUNK_TOKENS,
-    KVPool,
-    attention_ops,
-    decode_attention,
-    prefill_attention,
-    write_kv,
-)
+from jdserve.core.errors import InvalidPlan
+from jdserve.ops.attention import CHUNK_TOKENS, KVPool, decode_attention, prefill_attention, write_kv
+from jdserve.ops.backends import attention_ops
+from ops.poison import LAYER, LAYERS, attend, expected_decode, expected_prefill, packed, poisoned_cache, rounded
 
 HEAD_DIM = 8
-LAYERS, LAYER = 2, 1  # the other layer is all NaN
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 LONG = 2 * CHUNK_TOKENS + 17
 
 decode = jax.jit(decode_attention, static_argnums=(2, 5))
 prefill = jax.jit(prefill_attention, static_argnums=(4, 8))
-
-
-@dataclass
-class Cache:
-    """A poisoned pool, block tables, and for each sequence the live keys and values ``[context, K, D]`` in float64."""
-
-    pool: KVPool
-    tables: np.ndarray
-    live: list[tuple[np.ndarray, np.ndarray]]
-
-
-def rounded(rng, shape, dtype):
-    return np.asarray(jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype))
-
-
-def poisoned_cache(rng, contexts, kv_heads, page_size, dtype, reserved=1):
-    """Pages in random order; NaN in the null page, in pages of nobody, in reserved pages and past each context."""
-    counts = [-(-context // page_size) for context in contexts]
-    width = max(counts) + reserved + 1
-    total = 1 + sum(counts) + reserved * len(contexts) + 3
-    keys = np.full((LAYERS, total, kv_heads, page_size, HEAD_DIM), np.nan, np.float32)
-    values = keys.copy()
-    order = list(1 + rng.permutation(total - 1))
-    tables = np.zeros((len(contexts), width), np.int32)
-    live = []
-    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-        pages = [order.pop() for _ in range(count + reserved if context else 0)]
-        tables[row, : len(pages)] = pages
-        k, v = (rounded(rng, (context, kv_heads, HEAD_DIM), dtype).astype(np.float32) for _ in range(2))
-        for place in range(context):
-            at = (LAYER, pages[place // page_size], slice(None), place % page_size)
-            keys[at], values[at] = k[place], v[place]
-        live.append((k.astype(np.float64), v.astype(np.float64)))
-    return Cache(KVPool(jnp.asarray(keys).astype(dtype), jnp.asarray(values).astype(dtype)), tables, live)
-
-
-def attend(q, keys, values):
-    """One query ``[H, D]`` over ``[places, K, D]``, head by head."""
-    heads, head_dim = q.shape
-    group = heads // keys.shape[1]
-    out = np.zeros((heads, head_dim))
-    for head in range(heads):
-        scores = keys[:, head // group] @ q[head].astype(np.float64) / np.sqrt(head_dim)
-        weights = np.exp(scores - scores.max())
-        out[head] = weights / weights.sum() @ values[:, head // group]
-    return out
 
 
 def assert_near(actual, expected, dtype):
@@ -96,11 +43,7 @@ def test_decode_against_the_loop(heads, kv_heads, page_size, dtype):
     cache = poisoned_cache(rng, contexts, kv_heads, page_size, dtype)
     q = rounded(rng, (len(contexts), heads, HEAD_DIM), dtype)
     actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array(contexts, np.int32))
-    expected = np.zeros(q.shape)
-    for row, (keys, values) in enumerate(cache.live):
-        if contexts[row]:
-            expected[row] = attend(q[row], keys, values)
-    assert_near(actual, expected, dtype)
+    assert_near(actual, expected_decode(q, cache), dtype)
 
 
 windows = pytest.mark.parametrize("window", [1, 16, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * LONG])
@@ -113,11 +56,7 @@ def test_decode_in_a_window(window):
     cache = poisoned_cache(rng, contexts, 2, 16, "float32")
     q = rounded(rng, (len(contexts), 4, HEAD_DIM), "float32")
     actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array(contexts, np.int32), window)
-    expected = np.zeros(q.shape)
-    for row, (keys, values) in enumerate(cache.live):
-        if contexts[row]:
-            expected[row] = attend(q[row], keys[-window:], values[-window:])
-    assert_near(actual, expected, "float32")
+    assert_near(actual, expected_decode(q, cache, window), "float32")
 
 
 def test_decode_of_padding_alone_is_zero():
@@ -142,25 +81,6 @@ def test_decode_survives_large_scores():
     q = 300 * rounded(rng, (1, 2, HEAD_DIM), "float32")
     actual = decode(jnp.asarray(q), cache.pool, LAYER, cache.tables, np.array([LONG], np.int32))
     np.testing.assert_allclose(np.asarray(actual)[0], attend(q[0], *cache.live[0]), rtol=0, atol=1e-3)
-
-
-def packed(lengths, padding):
-    segments = np.repeat(np.arange(len(lengths)), lengths)
-    return np.concatenate((segments, np.full(padding, len(lengths)))).astype(np.int32)
-
-
-def expected_prefill(q, k, v, cache, lengths, window=None):
-    """Row by row: the prefix of the row's segment, then the tokens of the segment up to the row."""
-    expected = np.zeros(q.shape)
-    start = 0
-    for (keys, values), length in zip(cache.live, lengths, strict=True):
-        for row in range(start, start + length):
-            new_k, new_v = (new[start : row + 1].astype(np.float64) for new in (k, v))
-            all_k, all_v = np.concatenate((keys, new_k)), np.concatenate((values, new_v))
-            seen = len(all_k) if window is None else window
-            expected[row] = attend(q[row], all_k[-seen:], all_v[-seen:])
-        start += length
-    return expected
 
 
 @heads_and_kv_heads
@@ -262,5 +182,26 @@ def test_registry():
     assert attention_ops("cpu").decode is decode_attention
     assert attention_ops("cpu").prefill is prefill_attention
     assert attention_ops() is attention_ops(jax.default_backend())
-    with pytest.raises(KeyError, match="abacus"):
+    with pytest.raises(InvalidPlan, match="abacus"):
         attention_ops("abacus")
+    with pytest.raises(
+        InvalidPlan, match=r"\$\.attention: pallas_triton runs on gpu, not on cpu; there: xla, pallas_in"
+    ):
+        attention_ops("cpu", "pallas_triton")
+    assert attention_ops("gpu").decode is not decode_attention
+
+
+def test_zeros_past_the_head_dimension_change_nothing():
+    """Some kernels want a longer last axis than the model's; the XLA functions stand beside them on that pool."""
+    rng = np.random.default_rng(10)
+    q, k, v = (jnp.asarray(rounded(rng, (5, heads, HEAD_DIM), "float32")) for heads in (4, 2, 2))
+    pages, rows = np.array([2, 2, 2, 2, 2], np.int32), np.arange(5, dtype=np.int32)
+    table, five = np.array([[2]], np.int32), np.array([5], np.int32)
+    outputs = []
+    for stored in (HEAD_DIM, 16):
+        pool = write_kv(KVPool(*(jnp.zeros((LAYERS, 3, 2, 16, stored)) for _ in range(2))), LAYER, k, v, pages, rows)
+        assert not np.asarray(pool.keys)[..., HEAD_DIM:].any()
+        decoded = decode(q[:1], pool, LAYER, table, five)
+        outputs.append((decoded, prefill(q, k, v, pool, LAYER, packed([5], 0), table, five)))
+    for one, other in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -63,7 +63,7 @@ def test_pages_are_read_whole_and_in_order(dtype: str) -> None:
     pages = np.array([5, 0, 8, 5], np.int32)
     wanted = [np.asarray(array)[:, pages].tobytes() for array in pool]
     for platform in ("cpu", "gpu"):
-        assert bits(jax.jit(lambda p, at: read_pages(p, at, platform))(pool, pages)) == wanted  # noqa: B023
+        assert bits(jax.jit(lambda p, at: read_pages(p, at, platform, p.keys.shape[-1]))(pool, pages)) == wanted  # noqa: B023
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,3 +77,11 @@ def test_memory_of_the_host_is_the_array_itself_and_holds_no_reference(dtype: st
     new, at = random_pool(dtype, 1, 1), jnp.array([3], jnp.int32)
     written = jax.jit(lambda p, n, at: write_pages(p, n, at, "cpu"), donate_argnums=0)(pool, new, at)
     assert [array.unsafe_buffer_pointer() for array in written] == pointers
+
+
+def test_pages_are_padded_to_the_pool_and_cut_again() -> None:
+    pages = jnp.array([3, 1], jnp.int32)
+    pool, new = KVPool(*(jnp.full((2, 5, 1, 16, 128), 9.0),) * 2), KVPool(*(jnp.ones((2, 2, 1, 16, 80)),) * 2)
+    written = write_pages(pool, new, pages, "tpu")
+    assert not np.asarray(written.values)[:, pages, ..., 80:].any()
+    assert bits(read_pages(written, pages, "tpu", 80)) == bits(new)

@@ -29,12 +29,12 @@ def test_the_most_pages_that_fit_are_named(tp: int, pp: int) -> None:
     repeats = max(1, tp // 4)
     most = int(free * (1 - RESERVED)) // (PAGE * repeats // (tp * pp)) - 1
     fits = colocated(pages=most, tp=tp)
-    check_pool(plan_of(fits), fits, layout(tp, pp), [free] * tp)
+    check_pool(plan_of(fits), fits, layout(tp, pp), [free] * tp, layout(tp, pp).head_dim)
     over = colocated(pages=most + 1, tp=tp)
     with pytest.raises(InvalidPlan, match=re.escape("$.instances[0].pages")) as refused:
-        check_pool(plan_of(over), over, layout(tp, pp), [free, None])
+        check_pool(plan_of(over), over, layout(tp, pp), [free, None], layout(tp, pp).head_dim)
     assert f"at most {most} pages" in str(refused.value)
-    check_pool(plan, instance, layout(tp, pp), [None])
+    check_pool(plan, instance, layout(tp, pp), [None], layout(tp, pp).head_dim)
 
 
 def test_a_pool_larger_than_the_machine_is_refused_at_the_start(model: LoadedModel) -> None:
