@@ -12,7 +12,7 @@ from jdserve.runtime.executor import JaxExecutor
 from jdserve.runtime.launch import loader, make_engine, plan_devices
 from jdserve.runtime.progress import Progress
 from jdserve.sharding.presets import PRESETS
-from runtime.harness import answer, colocated, plan_of, request, run
+from runtime.harness import answer, colocated, decode, plan_of, prefill, request, run
 
 
 @pytest.mark.slow
@@ -30,3 +30,9 @@ def test_every_preset_gives_the_same_tokens(model: LoadedModel) -> None:
         found[name] = run(make_engine(plan, model.spec, make), body)
     assert [len(tokens) for tokens in found["tensor"]] == [6, 6]
     assert found == dict.fromkeys(PRESETS, found["tensor"])
+
+
+def test_kv_that_moves_is_cut_by_heads(model: LoadedModel) -> None:
+    plan = plan_of(prefill(tp=2), decode(tp=2))
+    with pytest.raises(ValueError, match=r"rules.kv_heads must not be None: d0 exchanges KV"):
+        JaxExecutor(plan, plan.instances[1], model.spec, [], loader(plan, model, Progress()), PRESETS["expert"])
