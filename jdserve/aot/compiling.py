@@ -60,7 +60,7 @@ class StageCompiler:
         layout = layout_of(plan, instance, spec)
         stage = StagePrograms(plan, instance, spec, layout, self._buckets, index, self._mesh, rules)
         self._stage = stage
-        heads = layout.stored_kv_heads
+        self._head_dim, heads = spec.head_dim, layout.stored_kv_heads
         self._model = skeleton(
             spec, stage.layers, kv_heads=heads, dtype=plan.dtype, weights=plan.weights, plugin=plan.model_plugin
         )
@@ -88,7 +88,7 @@ class StageCompiler:
         }
         for count in self._buckets.transfers:
             pages = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=stage.whole)
-            shape = (len(stage.layers), count, *self._pool.keys.shape[2:])
+            shape = (len(stage.layers), count, *self._pool.keys.shape[2:4], self._head_dim)
             moved = jax.tree.map(lambda one, shape=shape: jax.ShapeDtypeStruct(shape, one.dtype), self._pool)
             moved = _placed(moved, stage.pool_sharding)
             traces[f"gather-{count}"] = lambda pages=pages: stage.gather.trace(self._pool, pages)
