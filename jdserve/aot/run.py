@@ -166,8 +166,12 @@ def _prepared(job: Job, target: Target, scratch: Path) -> tuple[Job, dict[str, s
     """The job and the environment of its process: no accelerator of this machine is to be touched."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if target.compiler == "tpu":
-        # Otherwise libtpu asks the network what machine this is.
-        environment |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        # Otherwise libtpu asks the network what machine this is, and is for one process at a time.
+        environment |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
     root = cuda_root()
     if target.compiler == "cuda" and root is not None:
         tools, dumps = scratch / "cuda", scratch / "dumps"
