@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jdserve.core.version import VERSION
 
 if TYPE_CHECKING:
+    from jdserve.aot import compare, dryrun
     from jdserve.core.plan import Plan
     from jdserve.core.profile import Profile
     from jdserve.core.request import SLO, SamplingParams
@@ -37,6 +38,8 @@ _HOMES = {
     "SearchResult": "jdserve.placement",
     "Source": "jdserve.sim.workload",
     "Workload": "jdserve.sim.workload",
+    "compare": "jdserve.aot",
+    "dryrun": "jdserve.aot",
     "goodput": "jdserve.sim.goodput",
     "search": "jdserve.placement",
     "simulate": "jdserve.sim.simulate",
@@ -55,6 +58,8 @@ __all__ = [
     "Source",
     "Workload",
     "__version__",
+    "compare",
+    "dryrun",
     "goodput",
     "search",
     "simulate",

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("jdserve.placement.commands.plan", "run", "find the placement with the highest goodput per device"),
     "simulate": ("jdserve.placement.commands.simulate", "run", "run a plan under a workload, on a virtual clock"),
     "replan": ("jdserve.placement.commands.replan", "run", "say what recent requests would change in a plan"),
+    "dryrun": ("jdserve.aot.command", "run", "compile a plan for devices that are not here, and say what it costs"),
     "hardware": ("jdserve.placement.commands.hardware", "run", "list the devices that are known, with their figures"),
     "models": ("jdserve.placement.commands.models", "run", "list the models that are known by name"),
     "convert": ("jdserve.models.command", "run", "convert a model once, for later starts; stores it as int8 if asked"),

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "jdserve"
 DEVICE = {"ops": 2, "sharding": 2, "models": 3, "transfer": 3, "runtime": 4, "server": 5}
 MODEL = {"cost": 2, "sim": 3, "placement": 4}
 SHARED = {"core": 0, "policy": 1}
-ROOF = {"__init__", "cli", "llm", "worker"}
+ROOF = {"__init__", "aot", "cli", "llm", "worker"}
 LEAF = {"compat"}
 """Knows jax and nothing of ours; for the device tower only."""
 
@@ -91,6 +91,7 @@ def test_every_package_has_a_floor() -> None:
         ("loadgen/a.py", "from jdserve.server import app"),
         ("core/a.py", "import numpy as np"),
         ("runtime/a.py", "import jdserve"),
+        ("sharding/a.py", "from jdserve.aot import dryrun"),
         ("server/a.py", "from jdserve import LLM"),
         ("compat.py", "from jdserve.core import errors"),
     ],
@@ -109,6 +110,7 @@ def test_a_planted_arrow_is_found(file: str, line: str, tmp_path: Path) -> None:
         ("jdserve.core.profile", NO_JAX | {"numpy"}),
         ("jdserve.policy.build", NO_JAX | {"numpy"}),
         ("jdserve.cli", NO_JAX | {"numpy"}),
+        ("jdserve.aot.command", NO_JAX),
         ("jdserve.loadgen.bench", NO_JAX),
         ("jdserve.placement.commands.plan", NO_JAX),
         ("jdserve.placement.commands.replan", NO_JAX),

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdserve.compat import Device
 from jdserve.core.pages import pages_for
-from jdserve.core.plan import Instance, Plan
+from jdserve.core.plan import ColocatedInstance, Instance, Plan
 from jdserve.core.request import Request, SamplingParams
 from jdserve.core.spec import ModelSpec
 from jdserve.policy.commands import RunStep
@@ -107,6 +107,9 @@ class JaxExecutor:
         load: gives the weights of a stage.
         rules: how logical axes lie on a mesh.
         team: the other processes of the instance, where it spans several.
+
+    Raises:
+        ValueError: KV that moves between instances is cut by its heads, and the rules do not split them.
     """
 
     def __init__(
@@ -119,6 +122,11 @@ class JaxExecutor:
         rules: ShardingRules | None = None,
         team: Team | None = None,
     ) -> None:
+        rules = rules or ShardingRules()
+        if rules.kv_heads is None and instance.tp > 1 and not isinstance(instance, ColocatedInstance):
+            raise ValueError(
+                f"rules.kv_heads must not be None: {instance.name} exchanges KV, which is cut by its heads"
+            )
         self._spec = spec
         self._longest = plan.max_model_len
         self._width = pages_for(plan.max_model_len, plan.page_size)
@@ -133,7 +141,7 @@ class JaxExecutor:
             self._buckets,
             devices,
             load,
-            rules or ShardingRules(),
+            rules,
             None if team is None else team.activations,
             None if team is None else team.lose,
         )

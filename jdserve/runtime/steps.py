@@ -18,7 +18,7 @@ Everything else is on the device already.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,20 @@ def _rows(inputs: StepInputs, fixed: FixedState, live: LiveState, page_size: int
 
 
 def step_program(
-    model: Skeleton, shape: StepShape, attention: AttentionOps, page_size: int, *, first: bool = True, last: bool = True
+    model: Skeleton,
+    shape: StepShape,
+    attention: AttentionOps,
+    page_size: int,
+    *,
+    first: bool = True,
+    last: bool = True,
+    spread: Callable[[Any], Any] = lambda hidden: hidden,
 ) -> Callable[..., tuple[KVPool, LiveState, StepOutputs | Array]]:
     """The function ``step(leaves, pool, fixed, live, inputs, given) -> (pool, live, outputs)`` of one shape and stage.
 
     It is to be jitted with ``pool`` and ``live`` donated. ``given [T + B, E]`` comes from the stage before, None on
-    the first one; ``outputs`` is what the next stage is given, and StepOutputs on the last one.
+    the first one; ``outputs`` is what the next stage is given, and StepOutputs on the last one. ``spread`` may say how
+    the residual stream ``[T + B, E]`` lies on the mesh.
     """
     tokens = shape.tokens
 
@@ -130,16 +138,20 @@ def step_program(
                 parts.append(attention.decode(q[tokens:], pool, layer, tables, context, window))
             return jnp.concatenate(parts), pool
 
-        hidden = module.embed(rows.tokens) if first else given
-        hidden, pool = module.layers(hidden, rows.positions, attend, pool, rows.lengths)
+        with jax.named_scope("embed"):
+            hidden = spread(module.embed(rows.tokens) if first else given)
+        with jax.named_scope("layers"):
+            hidden, pool = module.layers(hidden, rows.positions, attend, pool, rows.lengths)
         ends = jnp.concatenate((inputs.chunks[2], tokens + jnp.arange(shape.seqs, dtype=jnp.int32)))
         position = rows.positions[ends] + 1
         to = _complete(inputs, dummy=live.last_token.shape[0] - 1)
         live = live._replace(context=live.context.at[to].set(position))
         if not last:
             return pool, live, hidden
-        sampled, live = _choose(module.logits(hidden[ends]), fixed, live, inputs, position, to)
-        prompt = _score_prompt(module.logits, hidden[:tokens], inputs.chunk_tokens[3], live.counts.shape[1])
+        with jax.named_scope("sample"):
+            sampled, live = _choose(module.logits(hidden[ends]), fixed, live, inputs, position, to)
+        with jax.named_scope("score"):
+            prompt = _score_prompt(module.logits, hidden[:tokens], inputs.chunk_tokens[3], live.counts.shape[1])
         return pool, live, StepOutputs(sampled, prompt)
 
     return step

@@ -21,7 +21,7 @@ class ShardingRules:
     layer costs two all-reduces. ``vocab`` splits the embedding table and the output projection. ``experts`` splits
     the experts of a layer, each whole (``expert_mlp``), while every device routes every token (``router``).
     ``head_dim`` is inside a head, ``positions`` counts the rows of a table of positions, and ``word_embed`` is the
-    width of an embedding table where it is not ``embed``.
+    width of an embedding table where it is not ``embed``. ``tokens`` counts the rows of the residual stream.
     """
 
     vocab: str | None = TENSOR_AXIS
@@ -35,21 +35,23 @@ class ShardingRules:
     head_dim: str | None = None
     positions: str | None = None
     word_embed: str | None = None
+    tokens: str | None = None
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Sharding of an array of ``shape`` whose dimensions have the logical names ``axes``.
 
-        A ``vocab`` that the mesh axis does not divide is replicated: vocabularies are odd numbers often enough, and a
-        sharding in JAX is even. Every other axis must divide, which the plan has checked.
+        A ``vocab`` that the mesh axis does not divide is replicated, and so are ``tokens``: vocabularies are odd
+        numbers often enough, some programs have one row, and a sharding in JAX is even. Every other axis must divide,
+        which the plan has checked.
 
         Raises:
-            ValueError: a dimension other than ``vocab`` does not divide by its mesh axis.
+            ValueError: a dimension other than ``vocab`` or ``tokens`` does not divide by its mesh axis.
         """
         names: list[str | None] = []
         for axis, size in zip(axes, shape, strict=True):
             name = getattr(self, axis) if axis is not None else None
             if name is not None and size % mesh.shape[name]:
-                if axis != "vocab":
+                if axis not in ("vocab", "tokens"):
                     raise ValueError(f"axis {axis!r} of size {size} does not divide by {mesh.shape[name]} devices")
                 name = None
             names.append(name)
