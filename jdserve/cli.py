@@ -26,6 +26,7 @@ COMMANDS = {
     "models": ("jdserve.placement.commands.models", "run", "list the models that are known by name"),
     "convert": ("jdserve.models.command", "run", "convert a model once, for later starts; stores it as int8 if asked"),
     "serve": ("jdserve.server.__main__", "run", "serve a plan over HTTP (as python -m jdserve.server)"),
+    "key": ("jdserve.server.key_command", "run", "make an API key for a server"),
     "bench": ("jdserve.loadgen.bench", "main", "open-loop load on an OpenAI-compatible server"),
 }
 """Subcommands whose module is loaded when they are named: it has ``add_arguments``, and the function that runs it."""

@@ -36,6 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
     add("--served-model-name", help="what clients call the model (default: its own name)")
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that clients must send (may be repeated); other users of this machine can read it here, so prefer a"
+        " file",
+    )
+    add("--api-key-file", type=Path, metavar="FILE", help="file of keys that `jdserve key` made")
+    add("--admin-routes", action="store_true", help="let an admin's key drain and add instances over HTTP")
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web origin whose pages may use the server, such as https://chat.example (may be repeated; default: none)",
+    )
     add("--chat-template", type=Path, help="file with a jinja chat template that replaces the model's")
     add("--drain-timeout", type=_seconds, default=30.0, help="seconds that a shutdown waits for open requests")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the HTTP server (default: %(default)s)")
@@ -98,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             served_name=args.served_model_name,
+            api_keys=tuple(args.api_key),
+            api_key_file=args.api_key_file,
+            admin_routes=args.admin_routes,
+            allow_origins=tuple(args.allow_origin),
             chat_template=args.chat_template,
             drain_timeout_s=args.drain_timeout,
             log_level=args.log_level,

@@ -13,12 +13,14 @@ from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jdserve.server.admin import add_admin
 from jdserve.server.answers import Health, Model, ModelList, Tokens, schema_components
 from jdserve.server.chat import chat
 from jdserve.server.completions import complete
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import RETRY_AFTER_S, install_handlers
 from jdserve.server.metrics import Metrics, Outcome
+from jdserve.server.operations import Operations
 from jdserve.server.protocol import ChatBody, CompletionBody, TokenizeBody
 from jdserve.server.serving import Front
 from jdserve.server.tokenizer import Tokenizer
@@ -30,7 +32,14 @@ GENERATING = (COMPLETIONS, CHAT)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, drain_timeout_s: float = 30.0) -> FastAPI:
+def create_app(
+    engine: TextEngine,
+    tokenizer: Tokenizer,
+    served_name: str,
+    *,
+    drain_timeout_s: float = 30.0,
+    operations: Operations | None = None,
+) -> FastAPI:
     """The application that serves ``engine``.
 
     Args:
@@ -38,7 +47,9 @@ def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, dr
         tokenizer: of its model.
         served_name: what clients call the model.
         drain_timeout_s: how long a shutdown waits for running requests.
+        operations: what the operator decides; by default everybody of this machine may use all but the admin's routes.
     """
+    operations = operations or Operations()
     front = Front(engine, tokenizer, served_name, Metrics(engine))
 
     @contextlib.asynccontextmanager
@@ -59,6 +70,9 @@ def create_app(engine: TextEngine, tokenizer: Tokenizer, served_name: str, *, dr
     _add_generation(app, front)
     _add_models(app, front)
     _add_status(app, front)
+    if operations.admin:
+        add_admin(app, engine)
+    operations.install(app)
     app.openapi = lambda: _openapi(app)
     return app
 

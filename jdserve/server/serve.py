@@ -35,6 +35,8 @@ from jdserve.runtime.remote import ClusterOptions
 from jdserve.server.app import create_app
 from jdserve.server.display import StartDisplay
 from jdserve.server.gate import Gate
+from jdserve.server.keys import Key, KeyRing, read_keys
+from jdserve.server.operations import Operations
 from jdserve.server.tokenizer import Tokenizer
 
 STOPPED_WHILE_STARTING = 130
@@ -50,6 +52,9 @@ class Options:
         model, weights, model_plugin: override the plan's, None to keep them.
         host, port: to listen on; port 0 takes a free one.
         served_name: what clients call the model, None for its own name.
+        api_keys: that clients must send, as they are.
+        api_key_file: file of keys.
+        admin_routes, allow_origins: see :class:`~jdserve.server.operations.Operations`.
         chat_template: file with a jinja template that replaces the model's, None to keep it.
         drain_timeout_s: how long a shutdown waits for open requests.
         log_level: of uvicorn.
@@ -67,6 +72,10 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    admin_routes: bool = False
+    allow_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
@@ -93,6 +102,20 @@ class Options:
         }
         plan = msgspec.structs.replace(plan, **{name: value for name, value in given.items() if value is not None})
         return Plan.from_json(plan.to_json())
+
+    def operations(self) -> Operations:
+        """What the operator decides about the server.
+
+        Raises:
+            ValueError: a key is too short, a line of the file is none, or there is no admin's key for the admin routes.
+            OSError: the file cannot be read.
+        """
+        keys = [Key.of(secret, "client", f"api-key-{index}") for index, secret in enumerate(self.api_keys)]
+        if self.api_key_file is not None:
+            keys += read_keys(self.api_key_file)
+            if not keys:
+                raise ValueError(f"{self.api_key_file} has no key: make one with jdserve key NAME --file FILE")
+        return Operations(ring=KeyRing(keys), origins=self.allow_origins, admin=self.admin_routes)
 
     def cluster(self) -> ClusterOptions:
         """How the workers are run.
@@ -125,6 +148,7 @@ def serve(options: Options) -> int:
         plan = options.overrides(Plan.load(options.plan))
         if options.chat_template is not None:
             options.chat_template.read_text()  # what is wrong with the file is told now, not after the start
+        operations = options.operations()
         cluster = None if options.in_process else options.cluster()
         if cluster is not None:
             plan = settled(plan, cluster)
@@ -133,7 +157,7 @@ def serve(options: Options) -> int:
         print(f"jdserve: {error}", file=sys.stderr)
         return 2
     with listener:
-        return asyncio.run(_serve(options, plan, cluster, listener))
+        return asyncio.run(_serve(options, operations, plan, cluster, listener))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -166,7 +190,11 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.stop.set)
 
 
-async def _serve(options: Options, plan: Plan, cluster: ClusterOptions | None, listener: socket.socket) -> int:
+async def _serve(
+    options: Options, operations: Operations, plan: Plan, cluster: ClusterOptions | None, listener: socket.socket
+) -> int:
+    if not operations.ring and not is_loopback(options.host):
+        print(f"jdserve: {options.host} is open to other machines and no API key is asked for", file=sys.stderr)
     port = listener.getsockname()[1]
     url = f"http://{_shown(options.host)}:{port}"
     display = StartDisplay(sys.stderr, url)
@@ -175,7 +203,7 @@ async def _serve(options: Options, plan: Plan, cluster: ClusterOptions | None, l
     config = uvicorn.Config(gate, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=5)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(_start(options, plan, cluster, port, progress))
+    starting = asyncio.create_task(_start(options, operations, plan, cluster, port, progress))
     stopping = asyncio.create_task(server.stop.wait())
     await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     display.close()
@@ -203,7 +231,12 @@ async def _serve(options: Options, plan: Plan, cluster: ClusterOptions | None, l
 
 
 async def _start(
-    options: Options, plan: Plan, cluster: ClusterOptions | None, port: int, progress: Progress
+    options: Options,
+    operations: Operations,
+    plan: Plan,
+    cluster: ClusterOptions | None,
+    port: int,
+    progress: Progress,
 ) -> tuple[Engine, FastAPI, str]:
     model = await asyncio.to_thread(resolve, plan.model, progress, weights=plan.weights, plugin=plan.model_plugin)
     plan.check(model.spec)
@@ -215,7 +248,12 @@ async def _start(
         engine = make_worker_engine(plan, model.spec, cluster, progress, meeting_file(port))
     await engine.start()
     name = options.served_name or model.name
-    return engine, create_app(engine, tokenizer, name), name
+    return engine, create_app(engine, tokenizer, name, operations=operations), name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _told(error: BaseException) -> str:
