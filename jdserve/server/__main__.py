@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jdserve.core.logs import LOG_FORMATS
 from jdserve.core.shipped import plans
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -55,7 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--chat-template", type=Path, help="file with a jinja chat template that replaces the model's")
     add("--drain-timeout", type=_seconds, default=30.0, help="seconds that a shutdown waits for open requests")
-    add("--log-level", choices=LOG_LEVELS, default="warning", help="of the HTTP server (default: %(default)s)")
+    add("--log-level", choices=LOG_LEVELS, default="warning", help="info has a line per request (default: %(default)s)")
+    add("--log-format", choices=LOG_FORMATS, default="text", help="json writes one object a line (default: text)")
+    add(
+        "--request-log",
+        type=Path,
+        metavar="FILE",
+        help="keep a .jsonl of the requests, for `jdserve replan --from-log`",
+    )
+    add("--otlp-endpoint", metavar="URL", help="send traces there by OTLP over HTTP; needs the extra otel")
     add("--record", type=Path, help="folder for the event log of each scheduler, for `jdserve replay`")
     add("--in-process", action="store_true", help="run all instances in this process instead of workers")
     add("--oversubscribe", action="store_true", help="let workers share CPU cores: none is pinned")
@@ -122,6 +131,9 @@ def run(args: argparse.Namespace) -> int:
             chat_template=args.chat_template,
             drain_timeout_s=args.drain_timeout,
             log_level=args.log_level,
+            log_format=args.log_format,
+            request_log=args.request_log,
+            otlp_endpoint=args.otlp_endpoint,
             record=args.record,
             max_model_len=args.max_model_len,
             in_process=args.in_process,

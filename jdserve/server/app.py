@@ -50,7 +50,7 @@ def create_app(
         operations: what the operator decides; by default everybody of this machine may use all but the admin's routes.
     """
     operations = operations or Operations()
-    front = Front(engine, tokenizer, served_name, Metrics(engine))
+    front = Front(engine, tokenizer, served_name, Metrics(engine, served_name, operations.request_log))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -13,8 +13,9 @@ from jdserve.core.errors import InvalidRequest, JdserveError, Overloaded, Reques
 from jdserve.core.request import Request
 from jdserve.server.answers import PromptTokensDetails, Usage
 from jdserve.server.engine_api import TextEngine
-from jdserve.server.metrics import Metrics, Watch
+from jdserve.server.metrics import Metrics
 from jdserve.server.text import TextDelta, TextStream
+from jdserve.server.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ async def generate(
         ClientGone: the client closed its connection.
     """
     news: asyncio.Queue[_News] = asyncio.Queue()
-    watches = [metrics.watch(len(s.request.prompt) if s.first_of_prompt else 0) for s in samples]
+    watches = [metrics.watch(s.request, http.scope, first_of_prompt=s.first_of_prompt) for s in samples]
     tasks = [asyncio.create_task(_run(engine, s, watch, news)) for s, watch in zip(samples, watches, strict=True)]
     tasks.append(asyncio.create_task(_watch_client(http, news)))
     live, begun, outcome = len(samples), False, "aborted"
@@ -97,6 +98,7 @@ async def generate(
             task.cancel()
         if outcome is not None:
             metrics.count(outcome)
+        metrics.end(watches, outcome)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -106,6 +108,7 @@ async def _run(engine: TextEngine, sample: Sample, watch: Watch, news: asyncio.Q
             async for output in outputs:
                 if output.finish in {"abort", "error"}:
                     raise RequestFailed(output.error or "the service aborted the request")
+                watch.heard(output)
                 delta = sample.text.feed(output)
                 watch.saw(delta)
                 news.put_nowait((sample, delta))

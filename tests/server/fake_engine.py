@@ -22,7 +22,7 @@ from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import DecodeInstance, HostedStage, Instance, Plan, PrefillInstance, Worker
 from jdserve.core.request import SLO, FinishReason, Request
 from jdserve.core.spec import ModelSpec
-from jdserve.runtime.outputs import EngineStats, InstanceStats, TokenLogprobs, TokenOutput
+from jdserve.runtime.outputs import EngineStats, InstanceStats, Phases, TokenLogprobs, TokenOutput
 from jdserve.server.app import create_app
 from jdserve.server.operations import Operations
 from jdserve.server.tokenizer import Tokenizer
@@ -99,6 +99,7 @@ class FakeEngine:
         fail_after: raise ``failure`` instead of giving this token.
         hold_at: wait for ``go`` before this token; ``holding`` is set then.
         refuse: raised before the first output.
+        phases: of every output.
         begun, cancelled, requests: ids in order, and what came in. ``on_cancel`` is set at each cancel.
     """
 
@@ -115,6 +116,7 @@ class FakeEngine:
         self.hold_at: int | None = None
         self.holding, self.go, self.on_cancel = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuse: Exception | None = None
+        self.phases: Phases | None = None
         self.requests: list[Request] = []
         self.running: set[str] = set()
         self.cancelled: list[str] = []
@@ -130,7 +132,7 @@ class FakeEngine:
         try:
             async for output in self._outputs(request):
                 ended = output.finish is not None
-                yield output
+                yield msgspec.structs.replace(output, phases=self.phases)
         except GeneratorExit:
             raise
         except Exception:
