@@ -27,6 +27,7 @@ COMMANDS = {
     "convert": ("jdserve.models.command", "run", "convert a model once, for later starts; stores it as int8 if asked"),
     "serve": ("jdserve.server.__main__", "run", "serve a plan over HTTP (as python -m jdserve.server)"),
     "key": ("jdserve.server.key_command", "run", "make an API key for a server"),
+    "top": ("jdserve.server.top", "run", "watch a server in the terminal"),
     "bench": ("jdserve.loadgen.bench", "main", "open-loop load on an OpenAI-compatible server"),
 }
 """Subcommands whose module is loaded when they are named: it has ``add_arguments``, and the function that runs it."""
