@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             loaded = import_module(module)
             loaded.add_arguments(command)
             command.set_defaults(run=getattr(loaded, function))
+            if hasattr(loaded, "expanded"):  # it takes flags from a file as well
+                given = [name, *loaded.expanded(command, given[1:])]
     _add_operator(commands)
     args = parser.parse_args(given)
     return args.run(args)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from jdserve.core.logs import LOG_FORMATS
 from jdserve.core.shipped import plans
+from jdserve.server.config import add_argument as add_config
+from jdserve.server.config import expanded
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -21,6 +23,7 @@ def default_plan() -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the server."""
     add = parser.add_argument
+    add_config(parser)
     add("--plan", type=Path, default=None, help="plan.json to serve (default: one prefill and one decode instance)")
     add(
         "--model",
@@ -34,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="class from outside jdserve that computes the model; every worker must be able to import it",
     )
     add("--max-model-len", type=_positive, help="most tokens (prompt and output) of one request; overrides the plan's")
+    add(
+        "--max-num-seqs",
+        type=_positive,
+        help="largest batch of each decode or colocated instance; overrides the plan's",
+    )
+    add(
+        "--block-size",
+        type=_positive,
+        help="tokens per page of KV; overrides the plan's, pools keep their number of pages",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help="of weights, activations and KV; overrides the plan's")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
     add("--served-model-name", help="what clients call the model (default: its own name)")
@@ -136,6 +150,9 @@ def run(args: argparse.Namespace) -> int:
             otlp_endpoint=args.otlp_endpoint,
             record=args.record,
             max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            block_size=args.block_size,
+            dtype=args.dtype,
             in_process=args.in_process,
             oversubscribe=args.oversubscribe,
             control=args.control,
@@ -150,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and serve."""
     parser = argparse.ArgumentParser(prog="python -m jdserve.server", description=__doc__)
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return run(parser.parse_args(expanded(parser, sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

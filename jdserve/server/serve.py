@@ -23,8 +23,8 @@ from fastapi import FastAPI
 
 from jdserve.core.errors import InvalidPlan, JdserveError
 from jdserve.core.logs import LogFormat, set_up
-from jdserve.core.plan import Plan
-from jdserve.core.spec import WeightFormat
+from jdserve.core.plan import Instance, Plan, PrefillInstance
+from jdserve.core.spec import DType, WeightFormat
 from jdserve.models.load import resolve
 from jdserve.runtime.channel import Keys, new_secret
 from jdserve.runtime.engine import Engine
@@ -66,7 +66,8 @@ class Options:
         request_log: file for a line per request, None for none.
         otlp_endpoint: where traces go, None for nowhere.
         record: folder for event logs, None for none.
-        max_model_len: overrides the plan's, None to keep it.
+        max_model_len, max_num_seqs, block_size, dtype: override the plan's (``block_size`` its ``page_size``), None to
+            keep them.
         in_process: run all instances in this process instead of workers.
         oversubscribe, control, secret_file, join_timeout_s, heartbeat_timeout_s: of the workers; see
             :class:`~jdserve.runtime.remote.ClusterOptions`.
@@ -91,6 +92,9 @@ class Options:
     otlp_endpoint: str | None = None
     record: Path | None = None
     max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    block_size: int | None = None
+    dtype: DType | None = None
     in_process: bool = False
     oversubscribe: bool = False
     control: tuple[str, int] = ("127.0.0.1", 0)
@@ -109,9 +113,21 @@ class Options:
             "weights": self.weights,
             "model_plugin": self.model_plugin,
             "max_model_len": self.max_model_len,
+            "page_size": self.block_size,
+            "dtype": self.dtype,
+            "instances": None if self.max_num_seqs is None else self._batches(plan, self.max_num_seqs),
         }
         plan = msgspec.structs.replace(plan, **{name: value for name, value in given.items() if value is not None})
         return Plan.from_json(plan.to_json())
+
+    @staticmethod
+    def _batches(plan: Plan, largest: int) -> tuple[Instance, ...]:
+        return tuple(
+            instance
+            if isinstance(instance, PrefillInstance)
+            else msgspec.structs.replace(instance, max_num_seqs=largest)
+            for instance in plan.instances
+        )
 
     def operations(self) -> Operations:
         """What the operator decides about the server.
