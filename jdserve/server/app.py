@@ -19,6 +19,7 @@ from jdserve.server.chat import chat
 from jdserve.server.completions import complete
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import RETRY_AFTER_S, install_handlers
+from jdserve.server.livepage import add_page
 from jdserve.server.metrics import Metrics, Outcome
 from jdserve.server.operations import Operations
 from jdserve.server.protocol import ChatBody, CompletionBody, TokenizeBody
@@ -70,6 +71,7 @@ def create_app(
     _add_generation(app, front)
     _add_models(app, front)
     _add_status(app, front)
+    add_page(app, front)
     if operations.admin:
         add_admin(app, engine)
     operations.install(app)
