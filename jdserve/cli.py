@@ -27,6 +27,8 @@ COMMANDS = {
     "models": ("jdserve.placement.commands.models", "run", "list the models that are known by name"),
     "convert": ("jdserve.models.command", "run", "convert a model once, for later starts; stores it as int8 if asked"),
     "serve": ("jdserve.server.__main__", "run", "serve a plan over HTTP (as python -m jdserve.server)"),
+    "key": ("jdserve.server.key_command", "run", "make an API key for a server"),
+    "top": ("jdserve.server.top", "run", "watch a server in the terminal"),
     "bench": ("jdserve.loadgen.bench", "main", "open-loop load on an OpenAI-compatible server"),
 }
 """Subcommands whose module is loaded when they are named: it has ``add_arguments``, and the function that runs it."""
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             loaded = import_module(module)
             loaded.add_arguments(command)
             command.set_defaults(run=getattr(loaded, function))
+            if hasattr(loaded, "expanded"):  # it takes flags from a file as well
+                given = [name, *loaded.expanded(command, given[1:])]
     _add_operator(commands)
     args = parser.parse_args(given)
     return args.run(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from jdserve.core.errors import InvalidPlan
+from jdserve.core.logs import LOG_FORMATS, set_up
 from jdserve.core.plan import Plan
 from jdserve.runtime.hosts import claim_devices, platform_here
 from jdserve.runtime.processes import allocator
@@ -26,6 +26,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--join", required=True, metavar="HOST:PORT", help="where the server listens for workers")
     add("--secret-file", type=Path, required=True, help="file with the secret that the server was started with")
     add("--oversubscribe", action="store_true", help="share the cores of this machine with other workers, unpinned")
+    add("--log-format", choices=LOG_FORMATS, default="text", help="json writes one object a line (default: text)")
     # Ends the process with its standard input, which the server holds open.
     add("--supervised", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -38,7 +39,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, claim the worker's devices, and work; returns the exit code."""
     args = _arguments(argv)
-    logging.basicConfig(format=f"jdserve worker {args.name}: %(message)s", level=logging.WARNING)
+    set_up(f"jdserve worker {args.name}", args.log_format)
     try:
         plan = Plan.load(args.plan)
         if plan.platform == "auto":

@@ -324,7 +324,7 @@ class WorkerFleet:
             if all(self._links[name].identity is None for name in unit.workers):
                 unit.begin(self.plan)
                 link.heard = now
-                process.start(self._folder, self.address, ["--oversubscribe"] if self._options.oversubscribe else [])
+                process.start(self._folder, self.address, self._options.flags())
 
     def _lose(self, link: Link, reason: str) -> None:
         """A worker is gone, or must be: its unit restarts as a whole."""

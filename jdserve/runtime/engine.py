@@ -37,7 +37,7 @@ from jdserve.policy.events import (
     Tick,
 )
 from jdserve.runtime.client import EngineClient, Fleet
-from jdserve.runtime.outputs import EngineStats, Report, TokenOutput
+from jdserve.runtime.outputs import EngineStats, Phases, Report, TokenOutput
 from jdserve.runtime.progress import Progress
 from jdserve.transfer.layout import KVHandle
 
@@ -59,14 +59,20 @@ class _Record:
         run: number of the present run.
         source: prefill instance that its KV is parked on.
         handles: offers of that KV.
+        phases: where its time went.
     """
 
     request: Request
+    phases: Phases
     tokens: list[int] = field(default_factory=list)
     news: asyncio.Queue[TokenOutput | JdserveError] = field(default_factory=asyncio.Queue)
     run: int = 0
     source: str = ""
     handles: tuple[KVHandle, ...] = ()
+
+    def pass_on(self, **phases: float | str) -> None:
+        """Note when it went where."""
+        self.phases = msgspec.structs.replace(self.phases, **phases)
 
     @property
     def run_id(self) -> str:
@@ -197,7 +203,7 @@ class Engine:
             raise Overloaded(self.progress.error or "the server is starting")
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id!r} is in use", param="id")
-        record = _Record(request)
+        record = _Record(request, Phases(time.monotonic()))
         self._records[request.id] = record
         self._idle.clear()
         try:
@@ -305,9 +311,11 @@ class Engine:
                 self._retries += record.run > 0
                 record.run += 1
                 self._runs[record.run_id] = record
+                record.phases = Phases(record.phases.arrived, time.monotonic(), prefill=instance, runs=record.run)
                 self._client(instance).submit(record.grown(), self._prefix(record))
             case Dispatch(_, instance, source):
                 assert source is not None
+                record.pass_on(handed_off=time.monotonic(), decode=instance)
                 self._client(instance).hand_off(record.grown(), source, record.handles)
             case Release(_, instance):
                 assert instance is not None
@@ -359,6 +367,7 @@ class Engine:
         for run_id in report.landed:
             record = self._runs.get(run_id)
             if record is not None:
+                record.pass_on(landed=time.monotonic())
                 self._client(record.source).landed(run_id)
                 self._tell(KVLanded(record.request.id))
         for run_id in report.preempted:
@@ -392,9 +401,12 @@ class Engine:
         if record is None:
             return
         first = not record.tokens
+        if not record.phases.prefilled:
+            record.pass_on(prefilled=time.monotonic(), launched=record.phases.dispatched + output.waited_s)
         record.tokens.extend(output.tokens)
         cached = output.cached_tokens if first and record.run == 1 else 0
-        record.news.put_nowait(msgspec.structs.replace(output, request_id=record.request.id, cached_tokens=cached))
+        news = msgspec.structs.replace(output, request_id=record.request.id, cached_tokens=cached, phases=record.phases)
+        record.news.put_nowait(news)
         if output.finish is not None:
             self._tell(Finished(record.request.id))
             self._forget(record)

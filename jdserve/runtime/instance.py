@@ -172,7 +172,7 @@ class Instance:
             case Submit(request) | HandOff(request) if request.params.guide is not None and guided is None:
                 self._compile(message, request)
             case Submit(request, prefix):
-                self._live[request.id] = Live(request, guided=guided)
+                self._live[request.id] = Live(request, self._clock(), guided=guided)
                 self._handle(Arrived(request.id, len(request.prompt), request.remaining, prefix, request.priority))
             case HandOff(request, source, handles):
                 self._live[request.id] = Live(request, handles=handles, guided=guided)
@@ -251,7 +251,9 @@ class Instance:
                     live.admitted = True
             for chunk in step.chunks:
                 live = self._live[chunk.request_id]
-                live.cached = chunk.start if live.cached is None else live.cached
+                if live.cached is None:
+                    live.cached, live.waited_s = chunk.start, (started - live.since) / 1e9
+                    self._count(prefix_queries=len(live.request.prompt), prefix_hits=chunk.start)
             self._count(prefilled_tokens=sum(chunk.count for chunk in step.chunks))
             pending = self._executor.launch(step)
             if isinstance(self._plan, PrefillInstance):
@@ -321,6 +323,7 @@ class Instance:
                 ((row and row.error) or self._error) if emit.finish == "error" else None,
                 live.cached or 0,
                 refused=row is not None and bool(row.error),
+                waited_s=live.waited_s,
             )
         )
         if emit.parked:
@@ -374,9 +377,11 @@ class Instance:
                 error = str(problem)
             self._inbox.put(PullEnded(pull, landed, error, time.monotonic() - started))
 
+        self._count(pulling=1)
         self._pulls.submit(run)
 
     def _pull_ended(self, ended: PullEnded) -> None:
+        self._count(pulling=-1)
         request_id = ended.pull.request_id
         live = self._live[request_id]
         error = ended.error
@@ -400,7 +405,7 @@ class Instance:
             self._report(report)
 
     def _count(self, **more: float) -> None:
-        """Add to the numbers that only grow."""
+        """Add to the numbers that are counted here."""
         grown = {name: getattr(self._counts, name) + value for name, value in more.items()}
         self._counts = msgspec.structs.replace(self._counts, **grown)
 

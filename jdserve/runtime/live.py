@@ -24,6 +24,8 @@ class Live:
 
     Attributes:
         request: as it would have to be prefilled now: a preemption on a colocated instance makes its prompt longer.
+        since: nanoseconds at which it came.
+        waited_s: seconds from then to its first launch.
         tokens: generated since ``request`` was made.
         pages: of its block table when it was last launched.
         admitted: the executor keeps its state.
@@ -35,6 +37,8 @@ class Live:
     """
 
     request: Request
+    since: int = 0
+    waited_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     pages: tuple[int, ...] = ()
     admitted: bool = False

@@ -24,6 +24,33 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Phases(msgspec.Struct, frozen=True):
+    """When a request passed from one part of the service to the next, in seconds of the front door's monotonic clock.
+
+    0 is never, or not yet. After a retry or a preemption the later run counts, but for ``arrived``.
+
+    Attributes:
+        arrived: the front door took it.
+        dispatched: it was sent to the instance that computes its prompt.
+        launched: the first step with it began there.
+        prefilled: the front door had the token that ends that.
+        handed_off: it was sent to the instance that decodes it, to pull its KV there.
+        landed: the KV was there.
+        prefill, decode: the instances; a colocated one decodes what it prefilled.
+        runs: how often it was begun.
+    """
+
+    arrived: float
+    dispatched: float = 0.0
+    launched: float = 0.0
+    prefilled: float = 0.0
+    handed_off: float = 0.0
+    landed: float = 0.0
+    prefill: str = ""
+    decode: str = ""
+    runs: int = 0
+
+
 class TokenOutput(msgspec.Struct, frozen=True):
     """News of one request.
 
@@ -37,6 +64,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
         error: what went wrong where ``finish`` is ``error``.
         refused: it was the request's own fault.
         cached_tokens: prompt tokens whose KV came out of the prefix cache.
+        waited_s: seconds that the prompt waited for its first step, on the instance that computed it.
+        phases: where the time went so far; added by the front door.
     """
 
     request_id: str
@@ -47,6 +76,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     error: str | None = None
     cached_tokens: int = 0
     refused: bool = False
+    waited_s: float = 0.0
+    phases: Phases | None = None
 
 
 class Parked(msgspec.Struct, frozen=True):
@@ -102,15 +133,18 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class InstanceStats(msgspec.Struct, frozen=True):
-    """State of one instance now; ``preemptions``, ``steps``, ``*_s`` and ``transfer*`` only grow.
+    """State of one instance now; ``preemptions``, ``steps``, ``prefi*``, ``*_s`` and ``transfer*`` only
+    grow.
 
     Attributes:
         name, role: of the instance.
         waiting, running, parked: sequences; parked ones have their KV on a prefill mesh.
+        pulling: KV caches on their way to here.
         pages_total, pages_free, pages_owned, pages_cached: of its pool; total is the sum of the others.
         preemptions: sequences whose pages were taken back.
         steps: launched.
         prefilled_tokens: prompt tokens computed here.
+        prefix_queries, prefix_hits: prompt tokens that came in, and those of them that the prefix cache had.
         busy_s: seconds in steps.
         bubble_s: seconds in which a pipeline stage had nothing to run while another one ran, summed over the stages;
             while a launch was under way, where the instance spans processes.
@@ -122,6 +156,7 @@ class InstanceStats(msgspec.Struct, frozen=True):
     waiting: int = 0
     running: int = 0
     parked: int = 0
+    pulling: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_owned: int = 0
@@ -129,6 +164,8 @@ class InstanceStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     steps: int = 0
     prefilled_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     busy_s: float = 0.0
     bubble_s: float = 0.0
     transfers: int = 0

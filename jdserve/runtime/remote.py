@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jdserve.core.logs import LogFormat
 from jdserve.core.plan import Worker
 from jdserve.core.request import Request
 from jdserve.runtime import wire
@@ -27,6 +28,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
         join_timeout_s: how long the start waits for a worker on another host.
         patience_s: how long requests wait for a role of which every instance is gone, before they are refused.
         record: folder for event logs.
+        log_format: of what the workers write to stderr.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +39,11 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float = 60.0
     patience_s: float = 30.0
     record: str | None = None
+    log_format: LogFormat = "text"
+
+    def flags(self) -> list[str]:
+        """What a worker of this machine is started with, besides its place."""
+        return [*(["--oversubscribe"] if self.oversubscribe else []), "--log-format", self.log_format]
 
 
 @dataclass

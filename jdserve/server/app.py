@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jdserve.server.admin import add_admin
 from jdserve.server.answers import Health, Model, ModelList, Tokens, schema_components
 from jdserve.server.chat import chat
 from jdserve.server.completions import complete
@@ -20,7 +21,9 @@ from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import RETRY_AFTER_S, install_handlers
 from jdserve.server.extras import add_extras
 from jdserve.server.limits import LimitRequests, Limits
+from jdserve.server.livepage import add_page
 from jdserve.server.metrics import Metrics, Outcome
+from jdserve.server.operations import Operations
 from jdserve.server.protocol import ChatBody, CompletionBody, TokenizeBody
 from jdserve.server.serving import Front
 from jdserve.server.tokenizer import Tokenizer
@@ -39,6 +42,7 @@ def create_app(
     *,
     drain_timeout_s: float = 30.0,
     limits: Limits | None = None,
+    operations: Operations | None = None,
 ) -> FastAPI:
     """The application that serves ``engine``.
 
@@ -48,8 +52,10 @@ def create_app(
         served_name: what clients call the model.
         drain_timeout_s: how long a shutdown waits for running requests.
         limits: of one HTTP request.
+        operations: what the operator decides; by default everybody of this machine may use all but the admin's routes.
     """
-    front = Front(engine, tokenizer, served_name, Metrics(engine))
+    operations = operations or Operations()
+    front = Front(engine, tokenizer, served_name, Metrics(engine, served_name, operations.request_log))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -71,6 +77,10 @@ def create_app(
     _add_status(app, front)
     add_extras(app, front)
     app.add_middleware(LimitRequests, limits=limits or Limits())
+    add_page(app, front)
+    if operations.admin:
+        add_admin(app, engine)
+    operations.install(app)
     app.openapi = lambda: _openapi(app)
     return app
 

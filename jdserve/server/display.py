@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -25,16 +26,18 @@ class StartDisplay:
     Args:
         file: where to.
         url: of the server.
+        say: writes a line of a log, where that is not for people; None for the file.
     """
 
-    def __init__(self, file: TextIO, url: str) -> None:
+    def __init__(self, file: TextIO, url: str, say: Callable[[str], None] | None = None) -> None:
         self._console = Console(file=file, soft_wrap=True, highlight=False)
         self._url = url
+        self._say = say
         self._lock = threading.Lock()
         self._tasks: dict[str, TaskID] = {}
         self._told: dict[str, float] = {}
         self._bars: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and say is None:
             columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
             self._bars = Progress(*columns, console=self._console)
             self._bars.start()
@@ -60,7 +63,13 @@ class StartDisplay:
         told = self._told.get(stage)
         if told is None or done >= told + LINE_EVERY or (done >= 1.0 > told):
             self._told[stage] = done
-            self._console.print(f"jdserve: {title}: {done:.0%}")
+            self._print(f"{title}: {done:.0%}")
+
+    def _print(self, text: str) -> None:
+        if self._say is None:
+            self._console.print(f"jdserve: {text}")
+        else:
+            self._say(text)
 
     def close(self) -> None:
         """Leave the terminal as it is now."""
@@ -69,6 +78,9 @@ class StartDisplay:
 
     def ready(self, model: str) -> None:
         """Say where the server is, and how to try it."""
+        if self._say is not None:
+            self._say(f"ready on {self._url}")
+            return
         body = f'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}'
         self._console.print(f"jdserve: ready on {self._url} (Ctrl-C to stop). Try:\n")
         self._console.print(f"curl {self._url}/v1/completions -H 'Content-Type: application/json' \\\n  -d '{body}'\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from jdserve.core.plan import Instance, Plan, Worker
 from jdserve.core.request import Request
 from jdserve.core.spec import ModelSpec
 from jdserve.runtime.outputs import EngineStats, TokenOutput
@@ -18,6 +19,7 @@ class TextEngine(Protocol):
     """Turns requests into tokens.
 
     Attributes:
+        plan: in force.
         spec: of the model; bounds token ids.
         max_model_len: most prompt and generated tokens of one request together.
         started: every step shape is compiled, and requests are taken.
@@ -25,6 +27,9 @@ class TextEngine(Protocol):
         draining: no new request is taken.
         progress: of the start-up.
     """
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -55,6 +60,23 @@ class TextEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Numbers for the metrics page."""
+        ...
+
+    async def drain_instance(self, name: str) -> None:
+        """Empty an instance and end it for good.
+
+        Raises:
+            InvalidPlan: there is no such instance, or it is the last one that can play its part.
+        """
+        ...
+
+    async def add_instance(self, instance: Instance, worker: Worker) -> None:
+        """Start one more instance; returns when it takes work.
+
+        Raises:
+            InvalidPlan: it does not fit the plan or the machine.
+            JdserveError: it could not be started.
+        """
         ...
 
     async def drain(self, timeout_s: float) -> None:

@@ -13,8 +13,9 @@ from jdserve.core.errors import DeadlineExceeded, InvalidRequest, JdserveError, 
 from jdserve.core.request import Request
 from jdserve.server.answers import PromptTokensDetails, Usage
 from jdserve.server.engine_api import TextEngine
-from jdserve.server.metrics import Metrics, Watch
+from jdserve.server.metrics import Metrics
 from jdserve.server.text import TextDelta, TextStream
+from jdserve.server.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ async def generate(
         ClientGone: the client closed its connection.
     """
     news: asyncio.Queue[_News] = asyncio.Queue()
-    watches = [metrics.watch(len(s.request.prompt) if s.first_of_prompt else 0) for s in samples]
+    watches = [metrics.watch(s.request, http.scope, first_of_prompt=s.first_of_prompt) for s in samples]
     tasks = [asyncio.create_task(_run(engine, s, watch, news)) for s, watch in zip(samples, watches, strict=True)]
     tasks.append(asyncio.create_task(_watch_client(http, news)))
     if timeout_s is not None:
@@ -107,6 +108,7 @@ async def generate(
             task.cancel()
         if outcome is not None:
             metrics.count(outcome)
+        metrics.end(watches, outcome)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -117,6 +119,7 @@ async def _run(engine: TextEngine, sample: Sample, watch: Watch, news: asyncio.Q
                 if output.finish in {"abort", "error"}:
                     kind = InvalidRequest if output.refused else RequestFailed
                     raise kind(output.error or "the service aborted the request")
+                watch.heard(output)
                 delta = sample.text.feed(output)
                 watch.saw(delta)
                 news.put_nowait((sample, delta))

@@ -113,7 +113,7 @@ def replay(*logs: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_ops_01_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     """Start, the curl line, streams, SIGTERM, and the recorded logs."""
     port, record = free_port(), tmp_path / "record"
     server = start("--port", str(port), "--record", str(record))

@@ -273,3 +273,21 @@ def test_plans_that_cannot_run_here_are_refused(model: LoadedModel) -> None:
         engine_for(model, plan_of(prefill(tp=4), decode()))
     with pytest.raises(InvalidPlan, match=r"max_model_len: 4096 is above the 256"):
         engine_for(model, plan_of(colocated(pages=256), longest=4096))
+
+
+def test_where_the_time_went(model: LoadedModel) -> None:
+    """Each output says how far its request has come, in an order that can be."""
+
+    async def body(engine: Engine) -> None:
+        seen = [output.phases async for output in engine.generate(request("a", prompt(40), max_tokens=5))]
+        assert all(phases is not None and (phases.prefill, phases.runs) == ("p0", 1) for phases in seen)
+        first, last = seen[0], seen[-1]
+        assert first is not None
+        assert last is not None
+        assert (first.handed_off, first.decode, last.decode) == (0.0, "", "d0")
+        times = (last.arrived, last.dispatched, last.launched, last.prefilled, last.handed_off, last.landed)
+        assert list(times) == sorted(times)
+        assert stats(engine, "p0").prefix_queries == 40
+        assert stats(engine, "d0").pulling == 0
+
+    run(engine_for(model, PD), body)

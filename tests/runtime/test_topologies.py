@@ -155,7 +155,7 @@ def test_a_cached_prefix_changes_nothing(disaggregated: bool, model: LoadedModel
     assert cached == [0, 0, 16, 16, 32]
 
 
-def test_a_cache_salt_isolates(model: LoadedModel) -> None:
+def test_sec_06_a_cache_salt_isolates(model: LoadedModel) -> None:
     async def body(engine):
         first = await answer(engine, request("a", prompt(40), max_tokens=2))
         other = Request("b", prompt(40), request("b", prompt(40), max_tokens=2).params, cache_salt="tenant")

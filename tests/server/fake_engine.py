@@ -18,10 +18,13 @@ import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jdserve.core.request import FinishReason, Request
+from jdserve.core.errors import InvalidPlan
+from jdserve.core.plan import DecodeInstance, HostedStage, Instance, Plan, PrefillInstance, Worker
+from jdserve.core.request import SLO, FinishReason, Request
 from jdserve.core.spec import ModelSpec
-from jdserve.runtime.outputs import EngineStats, InstanceStats, TokenLogprobs, TokenOutput
+from jdserve.runtime.outputs import EngineStats, InstanceStats, Phases, TokenLogprobs, TokenOutput
 from jdserve.server.app import create_app
+from jdserve.server.operations import Operations
 from jdserve.server.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -73,6 +76,20 @@ def logprob(token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token, value, 1, tuple(((token + i) % 300, value - i) for i in range(top)))
 
 
+def tiny_plan() -> Plan:
+    """One prefill and one decode instance; an SLO that every request meets."""
+    return Plan(
+        model="tiny",
+        max_model_len=64,
+        slo=SLO(60.0, 60.0),
+        instances=(
+            PrefillInstance(name="p0", pages=64, lm_tokens=64, max_batch=4),
+            DecodeInstance(name="d0", pages=64, max_num_seqs=4),
+        ),
+        workers=(Worker("p0", (HostedStage("p0", (0,)),)), Worker("d0", (HostedStage("d0", (1,)),))),
+    )
+
+
 class FakeEngine:
     """Attributes say what a test wants, and what happened.
 
@@ -82,12 +99,14 @@ class FakeEngine:
         fail_after: raise ``failure`` instead of giving this token; ``refused`` as in the output.
         hold_at: wait for ``go`` before this token; ``holding`` is set then.
         refuse: raised before the first output.
+        phases: of every output.
         begun, cancelled, requests: ids in order, and what came in. ``on_cancel`` is set at each cancel.
     """
 
     def __init__(self, vocab: int = 300, max_model_len: int = 64, eos: tuple[int, ...] = (1,)) -> None:
         self.spec = ModelSpec("LlamaForCausalLM", 1, 8, 8, 1, 1, 8, vocab, max_model_len, eos=eos)
         self.max_model_len = max_model_len
+        self.plan = tiny_plan()
         self.started, self.ready, self.draining, self.progress = True, True, False, Progress()
         self.script: Callable[[Request, int], int] = lambda request, i: request.prompt[i % len(request.prompt)]
         self.per_output = 1
@@ -98,6 +117,7 @@ class FakeEngine:
         self.hold_at: int | None = None
         self.holding, self.go, self.on_cancel = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuse: Exception | None = None
+        self.phases: Phases | None = None
         self.requests: list[Request] = []
         self.running: set[str] = set()
         self.cancelled: list[str] = []
@@ -113,7 +133,7 @@ class FakeEngine:
         try:
             async for output in self._outputs(request):
                 ended = output.finish is not None
-                yield output
+                yield msgspec.structs.replace(output, phases=self.phases)
         except GeneratorExit:
             raise
         except Exception:
@@ -160,6 +180,14 @@ class FakeEngine:
         decode = InstanceStats("d0", "decode", running=len(self.running), pages_total=64, pages_free=64, **moved)
         return EngineStats((prefill, decode), dead={"d0": "killed"}, restarts=4, retries=5)
 
+    async def drain_instance(self, name: str) -> None:
+        if name not in {instance.name for instance in self.plan.instances}:
+            raise InvalidPlan("$.instances", f"no instance {name!r}")
+        self.calls.append(f"drain {name}")
+
+    async def add_instance(self, instance: Instance, worker: Worker) -> None:
+        self.calls.append(f"add {instance.name} on {worker.name}")
+
     async def drain(self, timeout_s: float) -> None:
         self.calls.append(f"drain {timeout_s}")
 
@@ -170,10 +198,15 @@ class FakeEngine:
 class Service:
     """An app around a fake engine, called without a socket."""
 
-    def __init__(self, engine: FakeEngine | None = None, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        tokenizer: Tokenizer | None = None,
+        operations: Operations | None = None,
+    ) -> None:
         self.engine = engine or FakeEngine()
         self.tokenizer = tokenizer or byte_level()
-        self.app = create_app(self.engine, self.tokenizer, "tiny", drain_timeout_s=7)
+        self.app = create_app(self.engine, self.tokenizer, "tiny", drain_timeout_s=7, operations=operations)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.backend.encode(text).ids
