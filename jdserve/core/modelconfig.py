@@ -265,12 +265,15 @@ class Gemma3(Rotary, kw_only=True, frozen=True):
         pattern = self.sliding_window_pattern
         full = tuple(range(pattern - 1, self.num_hidden_layers, pattern))
         windows = window_fields(self.sliding_window, self.num_hidden_layers, self.layer_types, full)
-        fields = super().fields() | windows | {"local_rope_theta": self._local_theta()}
-        scaling = fields["rope_scaling"]
-        if scaling is not None and scaling.kind == "linear":
-            # of this family the key is the context after linear scaling
-            fields["context"] = self.max_position_embeddings
-        return fields | {"query_scalar": self.query_pre_attn_scalar}
+        _, scaling = self.rope()
+        # Of this family the key is the context after linear scaling.
+        scaled = scaling is not None and scaling.kind == "linear"
+        return (
+            super().fields()
+            | windows
+            | ({"context": self.max_position_embeddings} if scaled else {})
+            | {"local_rope_theta": self._local_theta(), "query_scalar": self.query_pre_attn_scalar}
+        )
 
     @staticmethod
     def config(spec: ModelSpec) -> dict[str, Any]:
