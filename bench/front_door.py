@@ -346,8 +346,7 @@ def main() -> int:
     except BenchFailed as error:
         print(error, file=sys.stderr)
         return 1
-    if not options.quick:
-        save(report, RESULTS)
+    save(report, RESULTS, options.quick)
     show(report, Console())
     return conclude(report, options.check)
 
