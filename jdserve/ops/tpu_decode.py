@@ -142,7 +142,7 @@ def _decode_kernel(
         v = value_block[slot].reshape(tokens, stored).astype(queries.dtype)
         start = (first + index * pages) * page_size
 
-        def alive(shape: tuple[int, int], axis: int) -> Array:
+        def alive(shape: tuple[int, ...], axis: int) -> Array:
             places = start + lax.broadcasted_iota(jnp.int32, shape, axis)
             return (places >= begin) & (places < context)
 
