@@ -80,7 +80,7 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one stage in one process of the source offers to one process of the destination.
 
     Attributes:
-        id: 64 random bits; the keys travel under it, the values under the same with the last bit flipped.
+        id: 64 random bits.
         address: of the source process.
         pieces: indices into the plan of pieces.
     """

@@ -7,8 +7,7 @@ deadline. There is no authentication either: the port belongs on a private netwo
 
 Where an instance spans processes each of them has a transport of its own. Every process of the source keeps its parts
 of an offer under ids that one of them chose, and every process of the destination pulls those that are meant for it;
-a pull that comes before its offer waits for it. Keys and values travel under an id each, so that the keys are on their
-way while the values are still being read.
+a pull that comes before its offer waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from jdserve.transfer.base import KVCopy, KVPages, Landed, Shards, never
 from jdserve.transfer.layout import KVHandle, KVLayout, KVPart, TransportKind
 from jdserve.transfer.offers import Offers, Wait, check_handle, check_host, checksums_of, land, make_handle
 from jdserve.transfer.pieces import cut, flat, flat_devices, flat_shapes, pieces_here
-from jdserve.transfer.reading import read_half
+from jdserve.transfer.reading import read_piece
 from jdserve.transfer.reshard import Piece, plan_pieces, shipments
 
 PARALLEL_COPIES = 4
@@ -148,8 +147,7 @@ class PullTransport:
         self._offers.add(handle, functools.partial(self._end, arrays))
         for part in _parts(handle, len(pieces)):
             if part.pieces[0] in pieces:
-                for which, name in enumerate(_ids(part)):
-                    self._server.await_pull(name, [pieces[index][which] for index in part.pieces])
+                self._server.await_pull(part.id, flat([pieces[index] for index in part.pieces]))
 
     def pull(
         self,
@@ -179,15 +177,15 @@ class PullTransport:
                 shapes, devices = flat_shapes(mine, layout, handle.pages), flat_devices(mine, meshes)
                 wanted = [
                     jax.ShapeDtypeStruct(shape, jnp.dtype(layout.dtype), sharding=SingleDeviceSharding(device))
-                    for shape, device in zip(shapes[::2], devices[::2], strict=True)
+                    for shape, device in zip(shapes, devices, strict=True)
                 ]
                 try:
-                    keys, values = (connections[part.address].pull(name, wanted) for name in _ids(part))
+                    arrays = connections[part.address].pull(part.id, wanted)
                 except (RuntimeError, ValueError) as error:
                     raise TransferError(
                         f"request {handle.request_id}: pulling from {handle.source}: {error}"
                     ) from error
-                moving |= dict(zip(part.pieces, zip(keys, values, strict=True), strict=True))
+                moving |= {index: arrays[2 * at : 2 * at + 2] for at, index in enumerate(part.pieces)}
             sums = tuple(handle.checksums[index] for index in sorted(moving)) if handle.checksums else ()
             in_order = [array for index in sorted(moving) for array in moving[index]]
             return land(msgspec.structs.replace(handle, checksums=sums), in_order, wait)
@@ -270,20 +268,20 @@ class _Leaving:
         self._device = device
         self._send: Callable[[int, list[Array]], None] | None = send  # None once the offer is over
         self._lock = threading.Lock()
-        self._waiting = [(part, which) for part in _parts(handle, len(pieces)) for which in (0, 1)]
+        self._waiting = list(_parts(handle, len(pieces)))
         self.sent: list[Array] = []
 
     def take(self, stage: int, shards: Shards, pages: Seq[int]) -> None:
         """Send the pieces of one stage; see :data:`~jdserve.transfer.base.Take`."""
-        for part, which in [half for half in self._waiting if self._pieces[half[0].pieces[0]].source[0] == stage]:
+        for part in [part for part in self._waiting if self._pieces[part.pieces[0]].source[0] == stage]:
             memory = self._memory(part)
-            for index, into in zip(part.pieces, memory, strict=True):
-                read_half(self._pieces[index], which, shards, pages, into, lambda: self._send is None)
+            for index, *into in zip(part.pieces, memory[::2], memory[1::2], strict=True):
+                read_piece(self._pieces[index], shards, pages, into, lambda: self._send is None)
             with self._lock:
                 if self._send is not None:
-                    self._waiting.remove((part, which))
+                    self._waiting.remove(part)
                     arrays = jax.device_put(memory, self._device)
-                    self._send(_ids(part)[which], arrays)
+                    self._send(part.id, arrays)
                     self.sent += arrays
 
     def end(self) -> None:
@@ -291,16 +289,16 @@ class _Leaving:
         with self._lock:
             send, self._send = self._send, None  # a thread that still reads must not keep a closed server alive
             if send is not None:
-                for part, which in self._waiting:
-                    send(_ids(part)[which], [])
+                for part in self._waiting:
+                    send(part.id, [])
             for array in self.sent:
                 array.delete()
 
     def _memory(self, part: KVPart) -> list[np.ndarray]:
-        """For the keys, or the values, of each piece."""
-        pieces, layout = [self._pieces[index] for index in part.pieces], self._handle.destination
-        shapes = flat_shapes(pieces, layout, self._handle.pages)[::2]
-        return [aligned(shape, jnp.dtype(layout.dtype)) for shape in shapes]
+        shapes = flat_shapes(
+            [self._pieces[index] for index in part.pieces], self._handle.destination, self._handle.pages
+        )
+        return [aligned(shape, jnp.dtype(self._handle.destination.dtype)) for shape in shapes]
 
 
 def make_parts(source: KVLayout, destination: KVLayout, addresses: Seq[str]) -> tuple[KVPart, ...]:
@@ -317,8 +315,3 @@ def make_parts(source: KVLayout, destination: KVLayout, addresses: Seq[str]) -> 
 
 def _parts(handle: KVHandle, pieces: int) -> tuple[KVPart, ...]:
     return handle.parts or (KVPart(handle.id, handle.address, tuple(range(pieces))),)
-
-
-def _ids(part: KVPart) -> tuple[int, int]:
-    """Under which keys and values of a part travel."""
-    return part.id, part.id ^ 1

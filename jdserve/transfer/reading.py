@@ -25,19 +25,12 @@ def read_piece(
         into: for keys and for values, ``[layers, pages, heads, page size, head dim]``.
         over: asked on the way; true ends it, because nobody wants the piece any more.
     """
-    for which, target in enumerate(into):
-        read_half(piece, which, shards, pages, target, over)
-
-
-def read_half(
-    piece: Piece, which: int, shards: Shards, pages: Seq[int], into: np.ndarray, over: Callable[[], bool] = never
-) -> None:
-    """Copy keys (``which`` is 0) or values (1) of ``piece``; see :func:`read_piece`."""
-    part = _parts(piece, shards)[which]
-    for at, page, count in _runs(pages):
-        if over():
-            return
-        into[:, at : at + count] = part[:, page : page + count]
+    runs = list(_runs(pages))
+    for part, target in zip(_parts(piece, shards), into, strict=True):
+        for at, page, count in runs:
+            if over():
+                return
+            target[:, at : at + count] = part[:, page : page + count]
 
 
 def pool_checksum(piece: Piece, shards: Shards, pages: Seq[int]) -> int:

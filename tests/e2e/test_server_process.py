@@ -21,7 +21,7 @@ from e2e.harness import START_S, Api, Server, free_port, small_plan, until
 STREAMS, SAMPLES = 12, 8
 """24 batches: the last ones still wait when the signal comes, and are being decoded for some time after it."""
 
-LENGTH = 100
+LENGTH = 200
 
 
 class Stream(threading.Thread):

@@ -360,6 +360,7 @@ def test_a_guided_row_takes_only_what_is_allowed():
     vocab = 70
     logits = random_logits(4, vocab=vocab)
     logits[:, 69] += 40
+    logits[2, [5, 63, 68]] = 1.0  # each of them is drawn now and then
     words = np.zeros((4, 3), np.uint32)
     words[1] = [0, 1 << 3, 0]
     words[2] = [1 << 5, 1 << 31, 1 << 4]

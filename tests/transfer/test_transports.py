@@ -374,7 +374,7 @@ def flip(ends, handle, copy):
         os.close(fd)
     elif ends.kind == "pull" and ends.producer.reads:
         sent = ends.producer._offers.find(handle.id).__self__.sent
-        eventually(lambda: sent)
+        eventually(lambda: len(sent) == 4)  # keys and values of both pieces
         ctypes.c_ubyte.from_address(sent[-1].unsafe_buffer_pointer()).value ^= 1
     else:
         values = copy.stages[0][1].addressable_shards[1].data
