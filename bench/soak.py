@@ -95,7 +95,8 @@ async def load(server: Server, seconds: float, seed: int) -> Counter[str]:
     """Keep ``CLIENTS`` requests open for a while; gives how many ended how."""
     ends: Counter[str] = Counter()
     until = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None)
+    # A kept connection may be closed by the server in the moment in which it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
     async def one(number: int) -> None:
         draw = random.Random(seed * 1000 + number)
