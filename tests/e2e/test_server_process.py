@@ -18,10 +18,10 @@ import pytest
 
 from e2e.harness import START_S, Api, Server, free_port, small_plan, until
 
-STREAMS, SAMPLES = 12, 8
-"""24 batches: the last ones still wait when the signal comes, and are being decoded for some time after it."""
+STREAMS, SAMPLES = 16, 8
+"""32 batches: the last ones still wait when the signal comes, and are being decoded for some time after it."""
 
-LENGTH = 200
+LENGTH = 100
 
 
 class Stream(threading.Thread):

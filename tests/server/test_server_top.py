@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
-import pytest
 from fake_engine import Service, listening
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from jdserve.cli import main
 from jdserve.server.top import Page, quantile, view
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "jdserve.json"
@@ -53,17 +53,26 @@ def test_quantiles_between_two_looks() -> None:
     assert quantile([(1.0, 0.0), (float("inf"), 4.0)], [], 0.9) == 1.0
 
 
-def test_top_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    async def look() -> int:
-        async with listening(Service()) as url:
-            return await asyncio.to_thread(main, ["top", "--once", "--url", url])
+async def top(*flags: str) -> tuple[int | None, str, str]:
+    """Exit code and both outputs of ``jdserve top`` in a process of its own."""
+    command = (sys.executable, "-m", "jdserve.cli", "top", *flags)
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, said = await process.communicate()
+    return process.returncode, out.decode(), said.decode()
 
-    assert asyncio.run(look()) == 0
-    assert "attainment" in capsys.readouterr().out
-    assert main(["top", "--once", "--url", "http://127.0.0.1:1"]) == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["top", "--interval", "0"])
+
+def test_top_of_a_server() -> None:
+    async def look() -> tuple[int | None, str, str]:
+        async with listening(Service()) as url:
+            return await top("--once", "--url", url)
+
+    code, out, said = asyncio.run(look())
+    assert (code, said) == (0, "")
+    assert "attainment" in out
+    code, _, said = asyncio.run(top("--once", "--url", "http://127.0.0.1:1"))
+    assert code == 1
+    assert "127.0.0.1:1" in said
+    assert asyncio.run(top("--interval", "0"))[0] == 2
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:
