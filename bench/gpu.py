@@ -221,6 +221,7 @@ def steps(bench: Bench, copied: float, flops: float) -> Profile | None:
     )
     leaves = tuple(jax.device_put(leaf, stage.whole) for leaf in leaves)
     pool, (fixed, live) = stage.state()
+    unguided = stage.unguided()
     weights, found = sum(leaf.nbytes for leaf in leaves), []
     for shape in [StepShape(seqs=n) for n in batches] + [one for one in buckets.prompts if one.tokens in prompts]:
         name = f"decode step, batch {shape.seqs}" if shape.seqs else f"prefill step, {shape.tokens} tokens"
@@ -234,7 +235,7 @@ def steps(bench: Bench, copied: float, flops: float) -> Profile | None:
                 bench.skipped.append(f"{name}, context {context}: more KV than the pool holds")
                 continue
             live = filled(live, shape, context, page)
-            inputs = inputs_of(shape, slots, live.tables.shape[1])
+            inputs = inputs_of(shape, slots, live.tables.shape[1], unguided[shape.segments + shape.seqs])
             times = []
             for _ in range(3 if bench.dry else 12):
                 started = time.perf_counter()
@@ -269,7 +270,7 @@ def filled(live: Any, shape: StepShape, context: int, page: int) -> Any:
     return live._replace(tables=jax.device_put(tables, where), context=jax.device_put(contexts, where))
 
 
-def inputs_of(shape: StepShape, slots: int, width: int) -> StepInputs:
+def inputs_of(shape: StepShape, slots: int, width: int, allowed: jax.Array) -> StepInputs:
     """What the host would send: every decoding slot, or one prompt that fills the launch."""
     tokens = np.zeros((4, shape.tokens), np.int32)
     tokens[1] = np.arange(shape.tokens)
@@ -281,7 +282,7 @@ def inputs_of(shape: StepShape, slots: int, width: int) -> StepInputs:
     decodes = np.zeros((4, shape.seqs), np.int32)
     decodes[0] = np.arange(shape.seqs)
     decodes[1], decodes[3] = width, -1
-    return StepInputs(tokens, chunks, decodes)
+    return StepInputs(tokens, chunks, decodes, allowed)
 
 
 def main() -> int:
