@@ -10,6 +10,7 @@ from starlette.responses import Response
 from jdserve.core import jsonio
 from jdserve.core.errors import InvalidPlan
 from jdserve.core.plan import Addition
+from jdserve.server.described import answer
 from jdserve.server.engine_api import TextEngine
 from jdserve.server.errors import ApiError
 from jdserve.server.guard import ADMIN
@@ -31,7 +32,7 @@ def add_admin(app: FastAPI, engine: TextEngine) -> None:
             await engine.drain_instance(name)
         except InvalidPlan as error:
             raise ApiError(409, str(error), param="name", code="refused") from None
-        return _answer(Changed(name, "drained"))
+        return answer(Changed(name, "drained"))
 
     @app.post(f"{ADMIN}/instances", include_in_schema=False)
     async def add(http: HttpRequest) -> Response:
@@ -40,8 +41,4 @@ def add_admin(app: FastAPI, engine: TextEngine) -> None:
             await engine.add_instance(addition.instance, addition.worker)
         except InvalidPlan as error:
             raise ApiError(400, str(error), param=error.path, code="invalid_instance") from None
-        return _answer(Changed(addition.instance.name, "added"))
-
-
-def _answer(value: Changed) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+        return answer(Changed(addition.instance.name, "added"))

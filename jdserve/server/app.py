@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request as HttpRequest
@@ -17,8 +16,9 @@ from jdserve.server.admin import add_admin
 from jdserve.server.answers import Health, Model, ModelList, Tokens, schema_components
 from jdserve.server.chat import chat
 from jdserve.server.completions import complete
+from jdserve.server.described import answer, described, refusals
 from jdserve.server.engine_api import TextEngine
-from jdserve.server.errors import RETRY_AFTER_S, install_handlers
+from jdserve.server.errors import install_handlers
 from jdserve.server.extras import add_extras
 from jdserve.server.limits import LimitRequests, Limits
 from jdserve.server.livepage import add_page
@@ -98,28 +98,28 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 def _add_models(app: FastAPI, front: Front) -> None:
     engine = front.engine
 
-    @app.post("/tokenize", responses={200: _json("Tokens"), **_refusals(400, 404, 413)})
+    @app.post("/tokenize", responses={200: described("Tokens"), **refusals(400, 404, 413)})
     async def tokenize(body: TokenizeBody) -> Response:
         front.check_model(body.model)
         (ids,) = await front.tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
-        return _answer(Tokens(len(ids), engine.max_model_len, list(ids)))
+        return answer(Tokens(len(ids), engine.max_model_len, list(ids)))
 
     model = Model(front.served_name, "model", int(time.time()), "jdserve", engine.max_model_len)
 
-    @app.get("/v1/models", responses={200: _json("ModelList")})
+    @app.get("/v1/models", responses={200: described("ModelList")})
     async def models() -> Response:
-        return _answer(ModelList("list", [model]))
+        return answer(ModelList("list", [model]))
 
-    @app.get("/v1/models/{name:path}", responses={200: _json("Model"), 404: _json("ErrorResponse")})
+    @app.get("/v1/models/{name:path}", responses={200: described("Model"), 404: described("ErrorResponse")})
     async def one_model(name: str) -> Response:
         front.check_model(name)
-        return _answer(model)
+        return answer(model)
 
 
 def _add_status(app: FastAPI, front: Front) -> None:
     engine = front.engine
 
-    @app.get("/health", responses={200: _json("Health"), 503: _json("Health")})
+    @app.get("/health", responses={200: described("Health"), 503: described("Health")})
     async def health() -> Response:
         progress = engine.progress
         if engine.draining:
@@ -130,37 +130,20 @@ def _add_status(app: FastAPI, front: Front) -> None:
             state = Health("failed", progress.stage, progress.done, progress.error)
         else:
             state = Health("starting", progress.stage, progress.done)
-        return _answer(state, 200 if state.status == "ok" else 503)
+        return answer(state, 200 if state.status == "ok" else 503)
 
     @app.get("/metrics", responses={200: {"content": {METRICS_TYPE: {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
         return Response(front.metrics.render(), headers={"Content-Type": METRICS_TYPE})
 
 
-def _answer(value: msgspec.Struct, status: int = 200) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
-
-
-def _json(name: str) -> dict[str, Any]:
-    return {"description": name, "content": {"application/json": {"schema": _reference(name)}}}
-
-
 def _documented(whole: str, *, stream: str) -> dict[int | str, dict[str, Any]]:
     """What a generating endpoint answers, by status."""
-    ok = _json(whole)
+    ok = described(whole)
     ok["content"]["text/event-stream"] = {
         "schema": {"type": "string", "description": f"`data:` events: {stream} or ErrorResponse as JSON, then [DONE]"}
     }
-    return {200: ok, **_refusals(400, 404, 413, 429, 500, 503, 504)}
-
-
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: _json("ErrorResponse") for status in statuses}
-
-
-def _reference(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {200: ok, **refusals(400, 404, 413, 429, 500, 503, 504)}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -105,6 +105,17 @@ class Dialect(Protocol):
         ...
 
 
+def check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
+    """Check that ``ids`` are of a vocabulary of ``vocab`` tokens.
+
+    Raises:
+        InvalidRequest: one is not; names ``param``.
+    """
+    wrong = next((token for token in ids if not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{param} holds token id {wrong}, outside 0..{vocab - 1}", param=param)
+
+
 def room_for(
     front: Front, prompt: Sequence[int], max_tokens: int | None, default: int | None, *, param: str, prompt_param: str
 ) -> int:
@@ -124,10 +135,8 @@ def room_for(
     """
     if not prompt:
         raise InvalidRequest(f"{prompt_param} is empty: at least one token is needed", param=prompt_param)
-    vocab, limit = front.engine.spec.vocab, front.engine.max_model_len
-    wrong = next((token for token in prompt if not 0 <= token < vocab), None)
-    if wrong is not None:
-        raise InvalidRequest(f"{prompt_param} holds token id {wrong}, outside 0..{vocab - 1}", param=prompt_param)
+    limit = front.engine.max_model_len
+    check_ids(prompt, front.engine.spec.vocab, prompt_param)
     room = limit - len(prompt)
     if max_tokens is None:
         max_tokens = max(1, room if default is None else min(default, room))
